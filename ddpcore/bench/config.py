@@ -89,7 +89,7 @@ class BenchConfig(Options):
             ValueError: a setting is wrong, or no strategy has it.
         """
         given = parse_settings(self.settings)
-        check_settings("the bench", given)
+        check_settings(given)
         values = merged(DEFAULTS, given)
         for name, flag in (("name", "--strategies"), ("learners", "--world-size")):
             if name in merged({}, {"strategy": {}, **given})["strategy"]:
@@ -108,7 +108,8 @@ class BenchConfig(Options):
             spec = MODELS.spec(values["model"]["name"])
             known = plain_fields(DataConfig)
             takes_digits = spec.fits((1, 8, 8)) and all(key in known for key in values["data"])
-            values["data"]["name"] = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
+            name = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
+            values["data"] = {**values["data"], "name": name}
         return values
 
     def value(self, key: str) -> Any:

@@ -21,12 +21,13 @@ from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import Call
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.comm.traffic import all_reduce_bytes
-from ddpcore.data import Dataset
+from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.nonfinite import NonFiniteError
+from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer
 from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
 
@@ -164,10 +165,12 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
         ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
             too large.
     """
-    config = resolved.training
+    config = resolved.config.train_config(SSGD.name)  # all strategies have the same data and model
     dataset = read_dataset(config, first=first)
     if first:
-        check_parts(config, dataset)
+        data, seed = config.data, config.run.seed
+        ShardedBatches(len(dataset.train), data.batch_size, resolved.world_size, seed)  # checks the batch size
+        check_parts(resolved.training, dataset)
     return dataset
 
 

@@ -54,7 +54,7 @@ GOSSIP = (  # the strategies with a topology
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
     resolved = resolve_here(config, torchrun)
-    if resolved.training.data.download and torchrun is not None:
+    if config.value("data.download") and torchrun is not None:
         raise ValueError("data.download under torchrun: ranks would write the same files, run once without torchrun")
     build_dataset(resolved, first=True)  # a damaged file is reported before ranks start
     start = start_ranks(run_rank, resolved)
@@ -63,7 +63,7 @@ def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
         if torchrun is None or torchrun.rank == 0:
             names = ", ".join(resolved.strategies)
             learners = "one learner" if resolved.world_size == 1 else f"{resolved.world_size} learners"
-            print(f"{names}: {resolved.training.run.steps} steps each, with {learners}", file=sys.stderr, flush=True)
+            print(f"{names}: {resolved.num_steps} steps each, with {learners}", file=sys.stderr, flush=True)
         start()
 
     return run

@@ -64,7 +64,7 @@ class RunOptions:
     def overrides(self) -> dict[str, Any]:
         """The sections of a TrainConfig that the command line sets for every row. ValueError: see the functions."""
         given = parse_settings(self.set or (), "--set ")
-        check_settings("--set", given)
+        check_settings(given, "--set")
         if "seed" in given.get("run", ()):
             raise ValueError("--set run.seed: use --seed and --seeds")
         data = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}

@@ -188,7 +188,7 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
         check_choice("a metric", metric, METRICS)
     if len(set(values["metrics"])) < len(values["metrics"]):
         raise ValueError(f"metrics is {values['metrics']}: name each once")
-    check_settings("shared", values["shared"])
+    check_settings(values["shared"], "shared")
     scales, groups = values.get("scales", {}), values.get("groups", {})
     for scale, layer in scales.items():
         if layer.get("rows") == []:
@@ -263,7 +263,7 @@ def _check(where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapp
     if not isinstance(entries, Mapping):
         raise ValueError(f"{where} is {entries!r}: it must be a table")
     check_table(where, {key: value for key, value in entries.items() if key in hints}, hints)
-    check_settings(where, {key: value for key, value in entries.items() if key not in hints}, tuple(hints))
+    check_settings({key: value for key, value in entries.items() if key not in hints}, where, tuple(hints))
     for key, least in _LEAST.items():
         check_range(f"{where}: {key}", entries.get(key), least=least)
     layers = entries.get("scales", {})

@@ -102,7 +102,7 @@ class Registry(Generic[Part]):
         return found
 
     def check_options(self, name: str, options: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
-        """The options as the part takes them: of the type of their type hint, if that is a plain one.
+        """The options as the part takes them: a list, or a single number, is a tuple where the type hint is one.
 
         Args:
             name: of the part.
@@ -117,9 +117,10 @@ class Registry(Generic[Part]):
             if option not in known:
                 raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, [*known, *others])}")
             if option in hints:
-                # A single number is allowed for a tuple of one number.
-                is_single = get_origin(hints[option]) is tuple and type(value) in (int, float)
-                found[option] = typed(f"{self.kind} {name}: {option}", (value,) if is_single else value, hints[option])
+                is_tuple = get_origin(hints[option]) is tuple
+                single = (value,) if is_tuple and type(value) in (int, float) else value
+                checked = typed(f"{self.kind} {name}: {option}", single, hints[option])
+                found[option] = checked if is_tuple else value
         return found
 
     def build(self, name: str, *arguments: Any, **options: Any) -> Part:

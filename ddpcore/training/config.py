@@ -267,18 +267,18 @@ def _defaults() -> dict[str, Any]:
     return {**defaults, "run": {**defaults["run"], "epochs": None}}
 
 
-def check_settings(what: str, values: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[str] = ()) -> None:
     """Check some sections of a config by themselves: keys, types and ranges of their fields, without options of parts.
 
     Args:
-        what: what has the sections, for error messages.
         values: by section.
+        what: what has the sections, for error messages.
         others: further keys that an error may suggest.
 
     Raises:
         ValueError: a section or field does not exist, or a value is not allowed; the message begins with ``what``.
     """
-    _check_sections(what, values, others)
+    _check_sections(what or _A_RUN, values, others)
     for name, table in values.items():
         section = CLASSES[name]
         items = {item.name: item for item in fields(section)}
@@ -287,7 +287,7 @@ def check_settings(what: str, values: Mapping[str, Any], others: Sequence[str] =
                 spelled = key_of(section, key)
                 check_value(spelled, typed(spelled, value, hints_of(section)[key]), items[key])
         except ValueError as error:
-            raise ValueError(f"{what}: {error}") from None
+            raise ValueError(f"{what}: {error}" if what else str(error)) from None
 
 
 def _check_sections(what: str, keys: Iterable[str], others: Sequence[str] = ()) -> None:

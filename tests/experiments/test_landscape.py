@@ -28,7 +28,11 @@ from ddpcore.training.config import merged
 from helpers import ranks
 
 Main = Callable[..., tuple[int, str, str]]
-CONFIG = {"model": {"name": "mlp", "hidden": [6]}, "data": {"name": "digits", "num_train": 60, "batch_size": 20}, "run": {"steps": 4, "checkpoint_every": 0, "device": "cpu", "evaluate_every": 0}}  # fmt: skip
+CONFIG = {
+    "model": {"name": "mlp", "hidden": [6]},
+    "data": {"name": "digits", "num_train": 60, "batch_size": 20},
+    "run": {"steps": 4, "checkpoint_every": 0, "device": "cpu", "evaluate_every": 0},
+}
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
 def test_hosts_of_learners_in_one_process(tiny: Path, tmp_path: Path) -> None:
     tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { hosts = 2, strategy.transport = "pg",'))
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"])
-    with pytest.raises(ValueError, match="row ssgd: strategy.transport is 'pg': learners of one process have none"):
+    with pytest.raises(ValueError, match=r"row ssgd: strategy\.transport is 'pg': learners of one process have none"):
         check_data(plan, Datasets())
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
     check_data(plan, Datasets())

@@ -44,14 +44,14 @@ REFUSED = {
     "run TINY --set data.batch_size=2000": "row a: the batch size is 2000",
     "run TINY --set optimizer=adam --set optimizer.betas=[0.9]": "row a: optimizer adam: tuple index",
     "run TINY --set run.target=0.5": "row a: run.target is 0.5: synthetic has no test split",
-    "run TINY --rows ssgd --set strategy.link=1Gb/s,1ms": "row ssgd: strategy.link is '1Gb/s,1ms': learners of one process have none",
-    "run TINY --rows ssgd --set strategy.transport=pg": "row ssgd: strategy.transport is 'pg': learners of one process have none",
-    "run TINY --rows ssgd --set run.statistics_every=1 --set run.statistics_samples=1": "statistics_samples is 1: take 2 to",
-    "run TINY --rows ssgd --set strategy=dpsgd --set strategy.topology=ring --set strategy.topology.neighbors_each_side=9": (
+    "run TINY --rows ssgd --set strategy.link=1Gb/s,1ms": "row ssgd: strategy.link is '1Gb/s,1ms': learners",
+    "run TINY --rows ssgd --set strategy.transport=pg": "row ssgd: strategy.transport is 'pg': learners",
+    "run TINY --rows ssgd --set run.statistics_every=1 --set run.statistics_samples=1": "statistics_samples is 1",
+    "run TINY --rows ssgd --set strategy=dpsgd --set strategy.topology={name='ring',neighbors_each_side=9}": (
         "row ssgd: Ring: 9 neighbours each side need at least 19 learners"
     ),
     "run TINY --rows ssgd --set strategy=ddp": "row ssgd: ddp needs real ranks: set ranks = true, or take ssgd",
-    "run TINY --rows ssgd --set strategy.policies.momentum=gossip": "row ssgd: policy gossip needs neighbours and ssgd has none",
+    "run TINY --rows ssgd --set strategy.policies.momentum=gossip": "policy gossip needs neighbours and ssgd has none",
     "run TINY --rows a --set strategy.policies.momentum=average": "row a: single runs without policies: leave them out",
     "run TINY --set data=mnist --set model=lenet5": "--data-dir",
     "run TINY --set data=mnist --set model=lenet5 --data-dir nowhere": "nowhere",

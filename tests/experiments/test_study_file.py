@@ -152,5 +152,5 @@ def test_options_of_another_type(fields: str, says: str, tiny: Path) -> None:
 
 def test_the_error_of_an_invalid_run_names_its_row(tiny: Path) -> None:
     rows = study.find_study(str(tiny)).rows
-    with pytest.raises(ValueError, match="row ssgd, scale full: data.batch_size is 101"):
+    with pytest.raises(ValueError, match=r"row ssgd, scale full: data\.batch_size is 101"):
         rows["ssgd"].config("full", {"data": {"batch_size": 101}})

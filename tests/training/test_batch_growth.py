@@ -249,11 +249,11 @@ def test_the_rate_with_the_batch() -> None:
                 "run": {"statistics_every": 5},
                 "strategy": {"learners": 2, "name": "ssgd"},
             },
-            "data.batch_growth is set and run.statistics_every is 5: a noise scale averages steps of one batch size, leave one",
+            "data.batch_growth is set and run.statistics_every is 5: a noise scale averages steps of one batch",
         ),
         (
             {"data": {"batch_growth": [[5, 256]]}, "strategy": {"on_failure": "shrink", "learners": 4, "name": "ssgd"}},
-            "data.batch_growth is set and strategy.on_failure is 'shrink': ranks that die and join share batches of one size",
+            "data.batch_growth is set and strategy.on_failure is 'shrink': ranks that die and join share batches",
         ),
         ({"data": {"batch_growth_lr": "root"}}, "batch_growth_lr is 'root': "),
     ],

@@ -345,7 +345,7 @@ def test_options_beside_fields_are_what_python_says() -> None:
         OptimizerConfig(options={"lr": 0.1})
     with pytest.raises(ValueError, match="OptimizerConfig has no 'lrr': did you mean 'lr'"):
         OptimizerConfig(lrr=0.1)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="a training run has no 'lr': write optimizer.lr"):
+    with pytest.raises(ValueError, match=r"a training run has no 'lr': write optimizer\.lr"):
         TrainConfig(lr=0.1)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="model is 'mlp': it must be a ModelConfig"):
         TrainConfig(model="mlp", run=RunConfig(steps=3))  # type: ignore[arg-type]

@@ -68,7 +68,11 @@ def test_a_run_that_raises_has_diverged_and_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["single", "ssgd"])
 def test_a_diverged_run_keeps_its_last_finite_checkpoints(strategy: str, tmp_path: Path) -> None:
     """Every step is saved, and the loss is checked every 20 steps only. A baseline checks no gradients."""
-    fields = {"strategy": {"name": strategy, "learners": 1 if strategy == "single" else 2}, "optimizer": {"lr": 1e6, "warmup": 0}, "run": {"steps": 19, "checkpoint_every": 1, "epochs": None, "evaluate_every": 0}}  # fmt: skip
+    fields = {
+        "strategy": {"name": strategy, "learners": 1 if strategy == "single" else 2},
+        "optimizer": {"lr": 1e6, "warmup": 0},
+        "run": {"steps": 19, "checkpoint_every": 1, "epochs": None, "evaluate_every": 0},
+    }
     seen = run(tmp_path / "safe", helper.images(), **fields)
     assert seen.final["diverged"]
     step, state = last_checkpoint(tmp_path / "safe")

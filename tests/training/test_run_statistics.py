@@ -115,7 +115,15 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
 
 def test_the_hessian_is_that_of_the_training_set(tmp_path: Path) -> None:
     """SSGD's learners are equal: one pass over all samples, without random layers, has the same largest eigenvalue."""
-    config = TrainConfig.from_dict({"model": {"name": "mlp", "hidden": [8]}, "data": {"name": "digits", "batch_size": 40, "num_train": 202}, "strategy": {"learners": 4, "name": "ssgd"}, "run": {"steps": 1, "hessian_every": 1, "hessian_top": 1, "device": "cpu"}, "optimizer": {"lr": 0.5, "label_smoothing": 0.1}})  # fmt: skip
+    config = TrainConfig.from_dict(
+        {
+            "model": {"name": "mlp", "hidden": [8]},
+            "data": {"name": "digits", "batch_size": 40, "num_train": 202},
+            "strategy": {"learners": 4, "name": "ssgd"},
+            "run": {"steps": 1, "hessian_every": 1, "hessian_top": 1, "device": "cpu"},
+            "optimizer": {"lr": 0.5, "label_smoothing": 0.1},
+        }
+    )
     (line,) = train(config, out=tmp_path).hessian
     place = LearnerPlacement.of(config, None)
     trainer = build_trainer(place, build_dataset(place))
@@ -129,7 +137,15 @@ def test_the_hessian_is_that_of_the_training_set(tmp_path: Path) -> None:
 
 def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
     """Learners of SSGD are equal: one pass over all samples, without random layers, gives the same gradient."""
-    config = TrainConfig.from_dict({"model": "mlp", "data": {"name": "synthetic", "batch_size": 40, "accumulation": 2}, "strategy": {"learners": 4, "name": "ssgd"}, "run": {"steps": 1, "statistics_every": 1, "device": "cpu"}, "optimizer": {"lr": 0.5, "label_smoothing": 0.1}})  # fmt: skip
+    config = TrainConfig.from_dict(
+        {
+            "model": "mlp",
+            "data": {"name": "synthetic", "batch_size": 40, "accumulation": 2},
+            "strategy": {"learners": 4, "name": "ssgd"},
+            "run": {"steps": 1, "statistics_every": 1, "device": "cpu"},
+            "optimizer": {"lr": 0.5, "label_smoothing": 0.1},
+        }
+    )
     record = train(config, out=tmp_path)
     place = LearnerPlacement.of(config, None)
     trainer = build_trainer(place, build_dataset(place))
@@ -242,7 +258,13 @@ def test_too_many_samples_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, tmp_path: Path) -> None:
     """With a tiny learning rate, dropout, batch norm of micro-batches and clipping must cause no landscape noise."""
-    (*_, last) = run(tmp_path, strategy={"learners": 2, "name": "local_sgd"}, run={"statistics_every": 2}, optimizer={"lr": 1e-9, "max_grad_norm": 0.1, "name": "torch_sgd", "momentum": 0.9}, data={"accumulation": accumulation}).statistics  # fmt: skip
+    (*_, last) = run(
+        tmp_path,
+        strategy={"learners": 2, "name": "local_sgd"},
+        run={"statistics_every": 2},
+        optimizer={"lr": 1e-9, "max_grad_norm": 0.1, "name": "torch_sgd", "momentum": 0.9},
+        data={"accumulation": accumulation},
+    ).statistics
     moves = last["dynamics"]
     assert last["valid"] and last["at_mean"]
     assert moves["mean_grad_squared"] < 0.011, "otherwise nothing was clipped"
