@@ -67,7 +67,7 @@ class RunOptions:
         check_settings(given, "--set")
         if "seed" in given.get("run", ()):
             raise ValueError("--set run.seed: use --seed and --seeds")
-        data = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
+        data: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
         data |= {"download": True} if self.download else {}
         return merged(given, {"data": data} if data else {})
 

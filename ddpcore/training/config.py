@@ -203,7 +203,8 @@ class TrainConfig:
             ValueError: a key is unknown (the message names the most similar one), or a value is wrong.
         """
         _check_sections(_A_RUN, values)
-        return cls(**{name: CLASSES[name].from_dict(section) for name, section in values.items()})
+        sections: dict[str, Any] = {name: CLASSES[name].from_dict(section) for name, section in values.items()}
+        return cls(**sections)
 
     def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
         """This config with some fields changed, see :func:`merged`. Raises ValueError as :meth:`from_dict` does."""
