@@ -112,23 +112,24 @@ def table_of(section: type[Section], values: Any) -> dict[str, Any]:
     raise ValueError(f"{section.KEY} is {values!r}: it must be a table, of the keys {', '.join(plain_fields(section))}")
 
 
-@cache
-def hints_of(section: Any) -> dict[str, Any]:
+def hints_of(section: type[Section]) -> dict[str, Any]:
     """The type of each field."""
-    hints = get_type_hints(section)
-    return {item.name: hints[item.name] for item in fields(section)}
+    return _hints(section.KEY)
 
 
-@cache
-def parts_of(section: Any) -> dict[str, Registry[Any] | None]:
+@cache  # of the key: mypy takes no class of a frozen dataclass for hashable
+def _hints(key: str) -> dict[str, Any]:
+    hints = get_type_hints(CLASSES[key])
+    return {item.name: hints[item.name] for item in fields(CLASSES[key])}
+
+
+def parts_of(section: type[Section]) -> dict[str, Registry[Any] | None]:
     """The fields of a section that name a part with options, and the registry of such parts if there is one."""
-    return {
-        item.name: item.metadata["parts"] for item in fields(section) if _options_of(item.name) in hints_of(section)
-    }
+    hints = hints_of(section)
+    return {item.name: item.metadata["parts"] for item in fields(section) if _options_of(item.name) in hints}
 
 
-@cache
-def plain_fields(section: Any) -> tuple[str, ...]:
+def plain_fields(section: type[Section]) -> tuple[str, ...]:
     """The fields of a section but those for the options of a part: the keys that a file may have."""
     options = {_options_of(part) for part in parts_of(section)}
     return tuple(name for name in hints_of(section) if name not in options)

@@ -27,18 +27,13 @@ ALONE = {
     "bf16 learners": {"strategy": {"learners": 2, "name": "dpsgd"}, "model": {"precision": "bf16"}},
     "recalibrated": {"run": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2}},
 }
-RUNS: dict[str, dict[str, Any]] = merged(
-    merged({name: merged({"strategy": {"learners": 3}}, fields) for name, fields in helper.STRATEGIES.items()}, ALONE),
-    {
-        "strategy": {
-            "policies": {
-                "learners": 3,
-                "strategy": "dpsgd",
-                "policies": {"momentum": "gossip", "batch_norm": "average"},
-            }
-        }
+RUNS: dict[str, dict[str, Any]] = {
+    **{name: merged({"strategy": {"learners": 3}}, fields) for name, fields in helper.STRATEGIES.items()},
+    **ALONE,
+    "policies": {
+        "strategy": {"name": "dpsgd", "learners": 3, "policies": {"momentum": "gossip", "batch_norm": "average"}},
     },
-)
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -91,12 +86,12 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
     train(helper.config(run={"steps": 3}), out=tmp_path, dataset=helper.images())
-    with pytest.raises(ValueError, match=r"holds another run: lr is 0\.1, not 0\.05: take another folder"):
+    with pytest.raises(ValueError, match=r"holds another run: optimizer\.lr is 0\.1, not 0\.05: take another folder"):
         train(
             helper.config(run={"steps": 3}, optimizer={"lr": 0.1}), out=tmp_path, resume=True, dataset=helper.images()
         )
     (tmp_path / "record.jsonl").unlink()  # the checkpoint has the config too
-    with pytest.raises(ValueError, match=r"step-00000003 is of another run: lr is 0\.1, not 0\.05$"):
+    with pytest.raises(ValueError, match=r"step-00000003 is of another run: optimizer\.lr is 0\.1, not 0\.05$"):
         train(
             helper.config(run={"steps": 3}, optimizer={"lr": 0.1}), out=tmp_path, resume=True, dataset=helper.images()
         )

@@ -94,7 +94,7 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
     noise = {"run": {"statistics_every": 2}} if fields else {}
     fields = merged(merged({"run": {"checkpoint_every": 1}}, fields), noise)
     plain = run(tmp_path / "plain", **fields)
-    through = run(tmp_path / "through", **fields, **helper.HESSIAN)
+    through = run(tmp_path / "through", **merged(fields, helper.HESSIAN))
     torch.manual_seed(99)
     config = helper.config(fields, helper.HESSIAN)
     resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())

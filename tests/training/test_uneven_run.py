@@ -15,20 +15,15 @@ from ddpcore.training.build import LearnerPlacement, build_batches, build_datase
 from ddpcore.training.config import merged
 
 
-def config(**fields: Any) -> TrainConfig:
+def config(**sections: Any) -> TrainConfig:
     shared = {
         "model": "mlp",
         "data": {"name": "digits", "batch_size": 40},
-        "strategy": {"learners": 4},
-        "run": {"steps": 6},
         "optimizer": {"lr": 0.05},
+        "strategy": {"name": "exact_diffusion", "topology": "ring", "learners": 4},
+        "run": {"steps": 6, "device": "cpu"},
     }
-    return TrainConfig.from_dict(
-        merged(
-            merged(shared, {"strategy": {"name": "exact_diffusion", "topology": "ring"}, "run": {"device": "cpu"}}),
-            fields,
-        )
-    )
+    return TrainConfig.from_dict(merged(shared, sections))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_the_record_says_how_uneven(shards: str, options: Any, tmp_path: Path) -
     chosen = config(data={"shards": {"name": shards, **options}})
     record = train(chosen, out=tmp_path)
     dataset = build_dataset(LearnerPlacement.of(chosen, World()))
-    parts = split(shards, dataset.train.labels, 4, seed=chosen.seed, **options)
+    parts = split(shards, dataset.train.labels, 4, seed=chosen.run.seed, **options)
     assert record.header["total_variation"] == total_variation(dataset.train.labels, parts) > 0.4
     assert metrics_of(record)["total_variation"] == record.header["total_variation"]
     batches = build_batches(chosen, dataset)
@@ -63,5 +58,5 @@ def test_even_shards_have_no_such_number(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_divided_starts_nothing(fields: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        train(config(fields), out=tmp_path / "run")
+        train(config(**fields), out=tmp_path / "run")
     assert not (tmp_path / "run" / "record.jsonl").exists()
