@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from ddpcore.data import Dataset
 from ddpcore.diagnostics import Hessian, NoiseStatistics, flatness
+from ddpcore.options.keys import get
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints
@@ -107,7 +108,7 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
     assert [line["step"] for line in records[0]] == [3, 6]
     for line in records[0]:
         assert line["problem"] is None and line["largest"][0] > line["largest"][1] > line["smallest"]
-        is_gossip = fields.get("strategy") == "dpsgd"
+        is_gossip = get(fields, "strategy") == "dpsgd"
         for name in ("disagreement", "noise_shares"):
             assert (line[name] is not None and len(line[name]) == 2) == is_gossip, name
     assert plain.hessian == []
