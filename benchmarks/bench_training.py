@@ -39,7 +39,13 @@ def images(device: str) -> Dataset:
 
 def run_of(batch_size: int, dataset: Dataset, device: str) -> Callable[[], None]:
     """A function that runs twenty steps of ``train``."""
-    config = TrainConfig(epochs=100, batch_size=batch_size, lr=0.01, optimizer_options={"momentum": 0.9}, device=device)
+    config = TrainConfig.from_dict(
+        {
+            "run": {"epochs": 100, "device": device},
+            "data": {"batch_size": batch_size},
+            "optimizer": {"lr": 0.01, "momentum": 0.9},
+        }
+    )
     trainer = build_trainer(LearnerPlacement.of(config, None), dataset)
     progress = Progress.start(1, dataset.train.labels.device)
 

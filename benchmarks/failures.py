@@ -185,17 +185,14 @@ def train_rank(folder: Path, attempt: int, ranks: int, rank: int, seed: int) -> 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder.with_name(f"{folder.name}-store-{attempt}")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    config = TrainConfig(
-        model="mlp",
-        dataset="digits",
-        strategy="dpsgd",
-        learners=ranks,
-        batch_size=SHARE * ranks,
-        steps=1000,
-        checkpoint_every=25,
-        optimizer_options={"momentum": 0.9},
-        seed=seed,
-        timeout=60,
+    config = TrainConfig.from_dict(
+        {
+            "model": "mlp",
+            "data": {"name": "digits", "batch_size": SHARE * ranks},
+            "strategy": {"name": "dpsgd", "learners": ranks, "timeout": 60},
+            "run": {"steps": 1000, "checkpoint_every": 25, "seed": seed},
+            "optimizer": {"momentum": 0.9},
+        }
     )
     train(config, out=folder, world=World(rank, ranks, rank, ranks), resume=True)
     os._exit(0)

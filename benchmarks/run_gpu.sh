@@ -216,15 +216,15 @@ bench() {
     local all=(--dtype float32 bfloat16 --numel 6250000 25000000 250000000)
     local noise=(--numel 6250000 250000000 --repeats 7) noise16=(--numel 6250000 62500000 --repeats 7)
     local lists=(--models lenet5,resnet18,resnet50,vit-s,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
-    local strategies=(--steps 200 --batch-size 256) stats=(--every 20 --blocks 4 --batch-size 16)
+    local strategies=(run.steps=200 data.batch_size=256) stats=(--every 20 --blocks 4 --batch-size 16)
     if [ -n "$dry" ]; then
         all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000
         lists=(--models lenet5 --repeats 3 --seconds 0.1) quick=(--repeats 1 --batch-size 4)
-        message=(--max-mib 0.25 --seconds 0.01) strategies=(--steps 5 --batch-size 16)
+        message=(--max-mib 0.25 --seconds 0.01) strategies=(run.steps=5 data.batch_size=16)
         stats=(--every 2 --blocks 2 --batch-size 4)
     fi
     local name rule training=(--device $device --json "$out/training.jsonl")
-    local ranks=(--device $device --world-size "$num_gpus")
+    local ranks=(--world-size "$num_gpus")
     step optim-float32 30 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
     for name in rules-sgd rules-adamw rules-lars rules-lamb mix mix_steps norms; do
         case $name in rules-*) rule=(--rules "${name#rules-}") ;; *) rule=() ;; esac
@@ -235,7 +235,7 @@ bench() {
     step bench_steps 14 "$python" benchmarks/bench_steps.py "${training[@]}" "${quick[@]}"
     step bench_shm 10 "$python" benchmarks/bench_shm.py "${training[@]}" --numel $numel --repeats 5
     step bench_training 8 "$python" benchmarks/bench_training.py "${training[@]}" "${quick[@]}"
-    step strategies 10 "$python" -m ddpcore.bench --device $device --backend virtual --model lenet5 \
+    step strategies 10 "$python" -m ddpcore.bench run.device=$device --backend virtual model=lenet5 \
         --strategies ssgd,dpsgd,local_sgd "${strategies[@]}" --json "$out/strategies.json"
     step stats 8 "$python" -m ddpcore.bench stats --device $device --backend virtual "${stats[@]}" \
         --json "$out/stats.json"
@@ -246,11 +246,11 @@ bench() {
             skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory" 8
         done
     else
-        step buckets 8 "$python" -m ddpcore.bench buckets "${ranks[@]}" --model lenet5 --rounds 2 --bucket-mb 0.1,one \
+        step buckets 8 "$python" -m ddpcore.bench buckets "${ranks[@]}" run.device=$device model=lenet5 --rounds 2 --bucket-mb 0.1,one \
             --json "$out/buckets.json"
-        step predict 8 "$python" -m ddpcore.bench predict "${ranks[@]}" --model lenet5 --rounds 2 \
+        step predict 8 "$python" -m ddpcore.bench predict "${ranks[@]}" run.device=$device model=lenet5 --rounds 2 \
             --json "$out/predict.json"
-        step comm 8 "$python" -m ddpcore.bench comm "${ranks[@]}" "${message[@]}" --json "$out/comm.json"
+        step comm 8 "$python" -m ddpcore.bench comm "${ranks[@]}" --device $device "${message[@]}" --json "$out/comm.json"
     fi
     study
 }
@@ -264,7 +264,7 @@ study() {
         skip study "$left s are left"
     else
         timeout --signal=INT --kill-after=5 $((left - 10)) "$python" -m ddpcore.experiments run large-batch-cifar100 \
-            --scale full --seeds 1 --set device=$device --data-dir "$DATA_DIR" --out "$out/study" > "$out/logs/study.log" 2>&1
+            --scale full --seeds 1 --set run.device=$device --data-dir "$DATA_DIR" --out "$out/study" > "$out/logs/study.log" 2>&1
         rc=$?
         note study "$([ $rc = 0 ] && echo ok || echo cut)" $((left - total + SECONDS)) $((left - 10)) "see study/results.jsonl"
     fi

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from ddpcore.runtime import launch
-from ddpcore.training import TrainConfig, train
+from ddpcore.training import DataConfig, ModelConfig, OptimizerConfig, RunConfig, StrategyConfig, TrainConfig, train
 
 
 def worker(world: launch.World, config: TrainConfig, out: Path) -> None:
@@ -29,21 +29,22 @@ def main() -> None:
     args = parser.parse_args()
 
     config = TrainConfig(
-        model="mlp",
-        dataset="digits",  # part of the package; or "cifar10" with data_dir=..., normalize=True, augment=True
-        batch_size=100,  # of all learners together
-        epochs=args.epochs,
-        optimizer="lamb",
-        optimizer_options={"weight_decay": 0.01},
-        param_groups=True,  # biases and norms without decay and trust ratio
-        lr=0.02,
-        schedule="cosine",
-        warmup=1,  # epochs
-        strategy="dpsgd",
-        topology="ring",
-        learners=args.learners,
-        max_grad_norm=1.0,
-        seed=0,
+        model=ModelConfig(name="mlp"),
+        data=DataConfig(
+            name="digits",  # part of the package; or "cifar10" with data_dir=..., normalize=True, augment=True
+            batch_size=100,  # of all learners together
+        ),
+        optimizer=OptimizerConfig(
+            name="lamb",
+            options={"weight_decay": 0.01},
+            param_groups=True,  # biases and norms without decay and trust ratio
+            lr=0.02,
+            schedule="cosine",
+            warmup=1,  # epochs
+            max_grad_norm=1.0,
+        ),
+        strategy=StrategyConfig(name="dpsgd", topology="ring", learners=args.learners),
+        run=RunConfig(epochs=args.epochs, seed=0),
     )
     backend = "gloo" if args.ranks > 1 else "virtual"
     launch.run(worker, (config, args.out), world_size=args.ranks, backend=backend)

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 
 def rows() -> list[dict[str, Any]]:
-    config = TrainConfig(steps=NUM_ROWS).to_dict()
+    config = TrainConfig.from_dict({"run": {"steps": NUM_ROWS}}).to_dict()
     epochs = [{"kind": "epoch", "step": step, "train_loss": 1.0 / step, "lr": 0.1} for step in range(1, NUM_ROWS)]
     return [{"kind": "run", "config": config}, *epochs, {"kind": "end", "step": NUM_ROWS, "diverged": False}]
 
@@ -99,7 +99,7 @@ def write_bench(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> Checkpoints:
-    return Checkpoints(folder=folder / "checkpoints", config={"steps": 2})
+    return Checkpoints(folder=folder / "checkpoints", config={"run": {"steps": 2}})
 
 
 def write_checkpoints(folder: Path) -> None:

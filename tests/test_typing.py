@@ -30,7 +30,11 @@ def test_a_wrong_program_does_not(tmp_path: Path) -> None:
     """Otherwise the names would have no types."""
     wrong = tmp_path / "wrong.py"
     text = PROGRAM.read_text()
-    changes = (("learners=8", 'learners="8"'), ('model="mlp"', "model=1"), ("lr=0.1, momentum", 'lr="x", momentum'))
+    changes = (
+        ("learners=8", 'learners="8"'),
+        ('ModelConfig(name="mlp")', "ModelConfig(name=1)"),
+        ("lr=0.1, momentum", 'lr="x", momentum'),
+    )
     for right, mistake in changes:
         assert text.count(right) == 1
         text = text.replace(right, mistake)

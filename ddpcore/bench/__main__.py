@@ -14,7 +14,7 @@ from ddpcore.storage.limits import plain
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if a rank failed, 2 if the command line is wrong, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and not words[0].startswith("-") else ""
+    name = words.pop(0) if words and not words[0].startswith("-") and "=" not in words[0] else ""
     program = "ddpcore.bench"
     started = False
     try:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         further = "|".join(filter(None, COMMANDS))
         if name not in COMMANDS:
             known = further.replace("|", ", ")
-            raise ValueError(f"unknown command {name!r}: choose from {known}, or give only flags")
+            raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
         options, prepare = COMMANDS[name]
         program = f"{program} {name}".rstrip()
         prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {further}"

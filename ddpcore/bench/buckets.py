@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -27,39 +27,32 @@ from ddpcore.bench.environment import check_models_memory, environment, model_by
 from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.memory import PeakMemory
 from ddpcore.bench.result import Kind, environment_lines, size_name
-from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
-from ddpcore.models import MODELS
-from ddpcore.options.command_line import option
+from ddpcore.options.command_line import SETTINGS
+from ddpcore.options.fields import field
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
-from ddpcore.training.config import DEVICES
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketsConfig(Options):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
-    EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 --model resnet18"
+    EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 model=resnet18"
 
-    world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
-    model: str = option("resnet18", parts=MODELS)
-    model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
-    strategies: tuple[str, ...] = option(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
-    bucket_mb: tuple[str, ...] = option(
+    settings: Sequence[str] = SETTINGS
+    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
+    strategies: tuple[str, ...] = field(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
+    bucket_mb: tuple[str, ...] = field(
         ("0.25", "1", "5", "10", "25", "50", "100", "one"),
         "largest bucket in MiB, or 'one' for one bucket; 25 is always measured",
     )
-    batch_size: int = option(32, "global, over all ranks")
-    rounds: int = option(11, "turns of every bucket size", least=1)
-    steps: int = option(1, "steps in each turn", least=1)
-    seed: int = option(0, "of weights and batches")
-    device: str = option("auto", choices=DEVICES)
-    transport: str = option("auto", "of all strategies but ddp", choices=TRANSPORTS)
+    rounds: int = field(11, "turns of every bucket size", least=1)
+    steps: int = field(1, "steps in each turn", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +65,8 @@ class BucketsConfig(Options):
         Raises:
             ValueError: the options do not go together.
         """
-        shared = ("world_size", "model", "model_options", "strategies", "batch_size", "seed", "device", "transport")
-        return BenchConfig(dataset="synthetic", **{name: getattr(self, name) for name in shared})
+        settings = ("model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings)
+        return BenchConfig(settings=settings, world_size=self.world_size, strategies=self.strategies)
 
     def all_sizes(self) -> list[float]:
         """The sizes of the command line and the default, in MiB, ascending."""
@@ -92,8 +85,8 @@ class Candidate:
     contender: Contender
     bucket_mb: float
     peak_memory_mb: float | None
-    same_mb: list[float] = field(default_factory=list)
-    comm_seconds: list[float] = field(default_factory=list)
+    same_mb: list[float] = field(list)
+    comm_seconds: list[float] = field(list)
 
     def gather(self) -> dict[str, Any]:
         """The measurements of all ranks. Collective."""
@@ -233,9 +226,9 @@ def _publish(
     where = environment(resolved)
     result = {
         "environment": {**where, "notes": where["notes"] + notes},
-        "model": config.model,
+        "model": resolved.training.model.name,
         "world_size": resolved.world_size,
-        "batch_size": config.batch_size,
+        "batch_size": resolved.training.data.batch_size,
         "rounds": config.rounds,
         "rows": rows,
         "recommended": recommended,

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
 from ddpcore.bench.environment import check_memory, environment, free_memory
 from ddpcore.bench.result import Kind, environment_lines, has
 from ddpcore.comm import Communicator, choose_transport, connect
@@ -25,14 +25,14 @@ from ddpcore.comm.process import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of
 from ddpcore.ops import Mixture
-from ddpcore.options.command_line import option
+from ddpcore.options.fields import field
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Ring
-from ddpcore.training.config import DEVICES
+from ddpcore.training.sections import DEVICES
 
 ALL = tuple(name for name in TRANSPORTS if name != "auto")
 SMALLEST_BYTES = 32 * 2**10
@@ -49,11 +49,11 @@ class CommConfig(Options):
 
     EXAMPLE = "python -m ddpcore.bench comm --world-size 2"
 
-    world_size: int | None = option(None, "number of ranks (4, or torchrun's)", least=1)
-    transport: tuple[str, ...] | None = option(None, "comma-separated (those that run here)", choices=ALL)
-    max_mib: float = option(256.0, "largest message, MiB", least=SMALLEST_BYTES / MiB)
-    seconds: float = option(0.5, "about, for each operation, size and transport; at least five repeats", above=0)
-    device: str = option("auto", choices=DEVICES)
+    world_size: int | None = field(None, "number of ranks (4, or torchrun's)", least=1)
+    transport: tuple[str, ...] | None = field(None, "comma-separated (those that run here)", choices=ALL)
+    max_mib: float = field(256.0, "largest message, MiB", least=SMALLEST_BYTES / MiB)
+    seconds: float = field(0.5, "about, for each operation, size and transport; at least five repeats", above=0)
+    device: str = field("auto", choices=DEVICES)
 
 
 def sizes(max_mib: float) -> list[int]:
@@ -66,7 +66,11 @@ def sizes(max_mib: float) -> list[int]:
 def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
     num_ranks = config.world_size or (4 if torchrun is None else torchrun.world_size)
-    bench = BenchConfig(world_size=config.world_size, device=config.device, batch_size=num_ranks)
+    settings = (
+        f"run.device={resolve_device(config.device, torch.cuda.device_count())}",
+        f"data.batch_size={num_ranks}",
+    )
+    bench = BenchConfig(settings=settings, world_size=config.world_size)
     resolved = resolve_ranks(bench, torchrun)
     chosen, hosts = [], num_hosts(torchrun)
     for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:

@@ -22,8 +22,8 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
         (resolved, *args),
         world_size=resolved.world_size,
         backend=resolved.choice.backend,
-        timeout=resolved.config.timeout,
-        on_failure=resolved.config.on_failure,
+        timeout=resolved.training.strategy.timeout,
+        on_failure=resolved.training.strategy.on_failure,
         forks=True,
     )
 
@@ -64,6 +64,6 @@ def resolve_ranks(config: BenchConfig, torchrun: World | None) -> ResolvedConfig
         raise ValueError("--world-size is 1 and communication needs two ranks: take 2 or more")
     if resolved.choice.backend == "virtual":
         raise ValueError(
-            f"{resolved.choice.reason} and this command needs real ranks: use --device cpu, or fewer ranks"
+            f"{resolved.choice.reason} and this command needs real ranks: take the device cpu, or fewer ranks"
         )
     return resolved

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import torch
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
-from ddpcore.comm.choice import BACKENDS, TRANSPORTS
+from ddpcore.comm.choice import BACKENDS
 from ddpcore.comm.membership import ON_FAILURE
-from ddpcore.data import DATASETS
 from ddpcore.display.plot_option import PLOT, check_plot
 from ddpcore.models import MODELS
-from ddpcore.options.command_line import SEED_RANGE, check, flag, option
-from ddpcore.options.typed import typed
-from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
+from ddpcore.optim.registry import OPTIMIZERS
+from ddpcore.options.command_line import SETTINGS
+from ddpcore.options.fields import check, field
+from ddpcore.options.keys import get, parse_settings
+from ddpcore.options.suggest import suggest
 from ddpcore.strategies.base import Strategy, check_on_nonfinite, check_transport
 from ddpcore.strategies.baselines import DDP, Single
-from ddpcore.strategies.compression import CODECS
-from ddpcore.strategies.dpsgd import DPSGD, ORDERS
-from ddpcore.strategies.nonfinite import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.topology.registry import TOPOLOGIES
+from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import TrainConfig
-from ddpcore.training.config import DEVICES
+from ddpcore.training.config import check_settings, merged
+from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig, plain_fields
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 BASELINES = (Single.name, DDP.name)
-SHARED = (  # fields of BenchConfig that TrainConfig also has
-    "model", "dataset", "data_dir", "download", "normalize", "augment", "batch_size", "steps", "lr", "topology", "seed",
-    "timeout",
-)  # fmt: skip
+# What differs from the defaults of a TrainConfig.
+DEFAULTS = {
+    "model": {"name": "mlp"},
+    "data": {"batch_size": 256},
+    "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+    "run": {"steps": 300},
+}
+_OF_RUN = ("steps", "seed", "device")  # the fields of the section run that a bench uses
+_OF_RANKS = ("transport", "on_failure", "link", "learners")  # of the section strategy, see ResolvedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +51,9 @@ class Options:
         ValueError: an option is wrong; the message is one line that gives the reason and what to do.
     """
 
-    json: Path | None = option(None, "write the result to this file", is_file=True)
+    json: Path | None = field(None, "write the result to this file", is_file=True)
     plot: Path | None = PLOT
-    wide: bool = option(False, "print all columns, also those that do not fit the terminal")
+    wide: bool = field(False, "print all columns, also those that do not fit the terminal")
 
     def __post_init__(self) -> None:
         check(self)
@@ -57,119 +62,96 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(Options):
-    """Train one model with several strategies, interleaved, and print the speed and the loss of each."""
+    """Train one model with several strategies, interleaved, and print the speed and the loss of each.
 
-    EXAMPLE = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd --topology ring"
+    KEY=VALUE describes the training, as in `ddpcore train`. An option of a strategy goes to those that have it.
+    """
 
-    world_size: int | None = option(None, "number of learners (4, or torchrun's)", least=1)
-    strategies: tuple[str, ...] | None = option(
+    EXAMPLE = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
+
+    settings: Sequence[str] = SETTINGS
+    world_size: int | None = field(None, "number of learners (4, or torchrun's)", least=1)
+    strategies: tuple[str, ...] | None = field(
         None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES
     )
-    topology: str = option("random_pair", "of strategies with neighbours, such as dpsgd", parts=TOPOLOGIES)
-    order: str = option(ORDERS[0], "of dpsgd", choices=ORDERS)
-    staleness: int = option(0, "of dpsgd: 1 lets an exchange take one more step")
-    compression: str = option("none", "of dpsgd's messages", choices=("none", *CODECS))
-    noise_std: float = option(0.01, "of noisy_ssgd", least=0)
-    local_size: int = option(2, "learners on each host, of --topology hierarchical", least=1)
-    model: str = option("mlp", parts=MODELS)
-    model_options: dict[str, Any] | None = option(None, "options of the model, such as hidden=2048x2048 of mlp")
-    dataset: str = option(
-        None, "(digits, or synthetic if the model does not take them; python_text for tokens)", parts=DATASETS
-    )
-    dataset_options: dict[str, Any] | None = option(
-        None, "options of the data set, such as num_frames=7 of synthetic_speech"
-    )
-    data_dir: Path | None = option(None, "folder that holds MNIST/raw, cifar-10-batches-py or the like")
-    download: bool = option(False, "fetch missing files into --data-dir first")
-    normalize: bool = option(False, "images to mean 0 and std 1 in each channel")
-    augment: bool = option(False, "random crops, and random flips unless the images are digits")
-    batch_size: int = option(256, "global, over all learners", least=1)
-    optimizer: str = option("sgd", "FusedSGD or FusedAdamW; torch's for ddp and single", choices=("sgd", "adamw"))
-    lr: float = option(0.05, "learning rate", least=0)
-    momentum: float = option(0.9, "of sgd", least=0)
-    period: int = option(8, "steps between two averages in local_sgd and slowmo", least=1)
-    steps: int = option(300, "steps of each strategy", least=1)
-    on_nonfinite: str = option(
-        ON_NONFINITE[0],
-        "a gradient that is not finite ends a strategy as diverged, or is left out; not of ddp and single",
-        choices=ON_NONFINITE,
-    )
-    on_failure: str = option(
-        ON_FAILURE[0],
-        "when a rank dies: end all ranks, or go on with the others; not of ddp and single",
-        choices=ON_FAILURE,
-    )
-    seed: int = option(0, "of weights, batches and pairs", **SEED_RANGE)
-    device: str = option("auto", choices=DEVICES)
-    backend: str = option("auto", choices=BACKENDS)
-    transport: str = option("auto", "how bytes are sent between ranks", choices=TRANSPORTS)
-    timeout: float = option(
-        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
-    )
+    backend: str = field("auto", choices=BACKENDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dataset is None:
-            spec = MODELS.spec(self.model)
-            takes_digits = spec.fits((1, 8, 8)) and not self.dataset_options
-            default = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
-            object.__setattr__(self, "dataset", default)
-        model_hints, dataset_hints = MODELS.hints(self.model), DATASETS.hints(self.dataset)
-        for name, hints in (("model_options", model_hints), ("dataset_options", dataset_hints)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, fitted(flag(name), getattr(self, name), hints))
-        # dpsgd is always checked, because the command line has options of it.
-        for name in (*(self.strategies or DEFAULT_STRATEGIES), DPSGD.name):
+        for name in self.strategies or DEFAULT_STRATEGIES:
             self.train_config(name)
 
-    def train_config(self, strategy: str, **more: Any) -> TrainConfig:
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The sections of the training, with the options of all strategies in the section ``strategy``.
+
+        Raises:
+            ValueError: a setting is wrong, or no strategy has it.
+        """
+        given = parse_settings(self.settings)
+        check_settings(given)
+        values = merged(DEFAULTS, given)
+        for name, flag in (("name", "--strategies"), ("learners", "--world-size")):
+            if name in merged({}, {"strategy": {}, **given})["strategy"]:
+                raise ValueError(f"strategy.{name} is set: use {flag}")
+        for name in values["run"]:
+            if name not in _OF_RUN and values["run"][name] is not None:
+                raise ValueError(f"run.{name} is set: a bench uses {', '.join(_OF_RUN)} of a run alone, leave it out")
+        strategies = self.strategies or DEFAULT_STRATEGIES
+        options = [option for name in strategies for option in STRATEGIES.options(name)]
+        for key in values.get("strategy", ()):
+            if key not in (*options, *plain_fields(StrategyConfig)):
+                raise ValueError(
+                    f"no strategy of {', '.join(strategies)} has the option {key!r}: {suggest(key, options)}"
+                )
+        if "name" not in values["data"]:
+            spec = MODELS.spec(values["model"]["name"])
+            known = plain_fields(DataConfig)
+            takes_digits = spec.fits((1, 8, 8)) and all(key in known for key in values["data"])
+            name = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
+            values["data"] = {**values["data"], "name": name}
+        return values
+
+    def value(self, key: str) -> Any:
+        """The value of a setting, such as ``run.device``, or its default."""
+        found = get(self.values, key)
+        section, _, name = key.partition(".")
+        return getattr(CLASSES[section], name) if found is None else found
+
+    def train_config(
+        self,
+        strategy: str,
+        here: Mapping[str, Any] | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        batch_size: int | None = None,
+    ) -> TrainConfig:
         """The config of the training run of one strategy.
 
         Baselines use the optimizer of torch, as users of torch do. The other strategies use the one of ddpcore.
 
         Args:
             strategy: name of the strategy.
-            more: fields that depend on the machine, such as ``learners``.
+            here: fields that depend on the machine, by section.
+            options: in place of the options of the strategy.
+            batch_size: in place of the one of the settings.
 
         Raises:
-            ValueError: the options do not fit together.
+            ValueError: the settings do not fit together.
         """
-        values = {"period": self.period, "std": self.noise_std}
-        if strategy == DPSGD.name:  # other strategies may have options of these names
-            values |= {name: getattr(self, name) for name in ("order", "staleness", "compression")}
-        known = STRATEGIES.options(strategy)
         is_baseline = strategy in BASELINES
-        momentum = {"momentum": self.momentum} if self.optimizer == "sgd" else {}
-        has_hosts = TOPOLOGIES.takes(self.topology, "local_size")
-        fields = {
-            **{name: getattr(self, name) for name in SHARED},
-            "model_options": self.model_options or {},
-            "dataset_options": self.dataset_options or {},
-            "optimizer": f"torch_{self.optimizer}" if is_baseline else self.optimizer,
-            "optimizer_options": {**momentum, **({"fused": True} if is_baseline else {})},
-            "strategy": strategy,
-            "strategy_options": {name: value for name, value in values.items() if name in known},
-            "on_nonfinite": "raise" if is_baseline else self.on_nonfinite,
-            "topology_options": {"local_size": self.local_size} if has_hosts else {},
-        }
-        return TrainConfig(**{**fields, **more})
-
-
-def fitted(name: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options, converted to the types of their hints.
-
-    If the hint is a tuple, a single number becomes a tuple of one number. Options without a hint are returned
-    unchanged; the builder rejects unknown options.
-
-    Raises:
-        ValueError: a value does not have the type of its hint.
-    """
-    found = dict(given)
-    for key, value in given.items():
-        if key in hints:
-            is_single = get_origin(hints[key]) is tuple and type(value) in (int, float)
-            found[key] = typed(f"{name} {key}", (value,) if is_single else value, hints[key])
-    return found
+        of_all, fields = self.values.get("strategy", {}), plain_fields(StrategyConfig)
+        left_out = (*_OF_RANKS, *(("on_nonfinite", "policies") if is_baseline else ()))
+        own = {key: value for key, value in of_all.items() if key in fields and key not in left_out}
+        if options is None:
+            known = STRATEGIES.options(strategy)
+            options = {key: value for key, value in of_all.items() if key in known}
+        optimizer = self.values["optimizer"]
+        if is_baseline and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
+            optimizer = {**optimizer, "name": f"torch_{optimizer['name']}", "fused": True}
+        values = {**self.values, "optimizer": optimizer, "strategy": {**own, **options, "name": strategy}}
+        data = {} if batch_size is None else {"batch_size": batch_size}
+        return TrainConfig.from_dict(merged(merged(values, here or {}), {"data": data}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,27 +181,41 @@ class ResolvedConfig:
         """One of ``TRANSPORTS`` other than ``auto``; None for virtual learners."""
         return None if self.transport is None else self.transport.name
 
-    def train_config(self, strategy: str, **more: Any) -> TrainConfig:
-        """The config of the training run of one strategy on this machine; ``more`` are further fields.
+    @cached_property
+    def training(self) -> TrainConfig:
+        """What all strategies have in common, as the config of ``ssgd``."""
+        return self.train_config(SSGD.name)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of each strategy."""
+        steps: int = self.config.value("run.steps")
+        return steps
+
+    def train_config(
+        self, strategy: str, *, options: Mapping[str, Any] | None = None, batch_size: int | None = None
+    ) -> TrainConfig:
+        """The config of the training run of one strategy on this machine.
 
         Raises:
             ValueError: see :meth:`BenchConfig.train_config`.
         """
-        learners = 1 if strategy == Single.name else self.world_size
-        transport = "auto" if strategy in BASELINES else self.transport_name or "auto"
-        on_failure = ON_FAILURE[0] if strategy in BASELINES else self.config.on_failure
-        here = {"learners": learners, "device": self.device, "transport": transport, "on_failure": on_failure}
-        return self.config.train_config(strategy, **{**here, **more})
+        here: dict[str, Any] = {"learners": 1 if strategy == Single.name else self.world_size}
+        if strategy not in BASELINES:
+            here |= {name: self.config.value(f"strategy.{name}") for name in ("on_failure", "link")}
+            here["transport"] = self.transport_name or "auto"
+        sections = {"strategy": here, "run": {"device": self.device}}
+        return self.config.train_config(strategy, sections, options=options, batch_size=batch_size)
 
 
-def resolve_device(device: str, num_gpus: int) -> str:
+def resolve_device(device: str, num_gpus: int, before: str = "--device ") -> str:
     """``cpu`` or ``cuda``; for ``auto`` it is ``cuda`` if there is a GPU, else ``cpu``.
 
     Raises:
-        ValueError: cuda was requested and there is no GPU.
+        ValueError: cuda was requested and there is no GPU; ``before`` is how a user writes the option.
     """
     if device == "cuda" and not num_gpus:
-        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU: use --device cpu")
+        raise ValueError(f"{before}cuda: torch {torch.__version__} sees no GPU: use {before}cpu")
     return ("cuda" if num_gpus else "cpu") if device == "auto" else device
 
 
@@ -229,19 +225,18 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     Raises:
         ValueError: the topology does not fit, or this machine lacks a requested device or connection.
     """
-    device = resolve_device(config.device, num_gpus)
+    device = resolve_device(config.value("run.device"), num_gpus, "run.device=")
+    on_failure, wanted = config.value("strategy.on_failure"), config.value("strategy.transport")
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
     transport = None
     if choice.backend != "virtual":
-        may_die = config.on_failure != ON_FAILURE[0]
-        transport = choose_transport(
-            config.transport, world_size=world_size, device=device, num_hosts=num_hosts, may_die=may_die
-        )
-    elif config.transport != "auto":
-        raise ValueError(f"--transport {config.transport} is for real ranks: leave it out, or use --backend gloo")
-    config.train_config(DPSGD.name).make_topology().validate(world_size)
+        may_die = on_failure != ON_FAILURE[0]
+        transport = choose_transport(wanted, world_size=world_size, device=device, num_hosts=num_hosts, may_die=may_die)
+    elif wanted != "auto":
+        raise ValueError(f"strategy.transport={wanted} is for real ranks: leave it out, or use --backend gloo")
+    config.train_config(SSGD.name).make_topology().validate(world_size)
     chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
     if world_size == 1:
         notes.append("one learner: no strategy averages anything; take --world-size 2 or more")
@@ -250,7 +245,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
             raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")
         chosen = tuple(name for name in chosen if name != DDP.name)
         notes.append("ddp needs real ranks and is left out: the ratio to it is unknown")
-    if config.on_failure != ON_FAILURE[0]:
+    if on_failure != ON_FAILURE[0]:
         chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
         strategy = config.train_config(name).make_strategy()
@@ -258,7 +253,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
             if world_size > 1:
                 check_transport(strategy, "virtual" if transport is None else transport.name)
             strategy.setup(world_size, torch.float32)
-            check_on_nonfinite(config.on_nonfinite, strategy, world_size)
+            check_on_nonfinite(config.value("strategy.on_nonfinite"), strategy, world_size)
     resolved = ResolvedConfig(
         config=config,
         world_size=world_size,
@@ -268,7 +263,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         transport=transport,
         notes=tuple(notes),
     )
-    if config.on_failure != ON_FAILURE[0]:
+    if on_failure != ON_FAILURE[0]:
         for name in chosen:
             resolved.train_config(name)  # refuses what cannot go on without a rank
     return resolved
@@ -281,9 +276,9 @@ def _that_go_on(config: BenchConfig, choice: Choice, chosen: tuple[str, ...], no
         ValueError: there are no ranks, or a strategy was requested that ends.
     """
     if choice.backend == "virtual":
-        raise ValueError("--on-failure shrink is for real ranks, and these learners are virtual: leave it out")
+        raise ValueError("strategy.on_failure=shrink is for real ranks, and these learners are virtual: leave it out")
     if config.strategies is not None and (ends := [name for name in chosen if name in BASELINES]):
-        raise ValueError(f"--on-failure shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
+        raise ValueError(f"strategy.on_failure=shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
     if config.strategies is None:
         notes.append("ddp ends when a rank dies and is left out: the ratio to it is unknown")
     return tuple(name for name in chosen if name not in BASELINES)

@@ -165,11 +165,12 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
         ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
             too large.
     """
-    config = resolved.config
-    dataset = read_dataset(config.train_config(SSGD.name), first=first)  # all strategies have the same data and model
+    config = resolved.config.train_config(SSGD.name)  # all strategies have the same data and model
+    dataset = read_dataset(config, first=first)
     if first:
-        ShardedBatches(len(dataset.train), config.batch_size, resolved.world_size, config.seed)  # checks the batch size
-        check_parts(resolved.train_config(SSGD.name), dataset)
+        data, seed = config.data, config.run.seed
+        ShardedBatches(len(dataset.train), data.batch_size, resolved.world_size, seed)  # checks the batch size
+        check_parts(resolved.training, dataset)
     return dataset
 
 
@@ -183,18 +184,18 @@ def build_contender(
     if name == Single.name and world.rank != 0:
         return Contender(name, None)
     if name == COMPUTE:
-        share = resolved.config.batch_size // resolved.world_size
+        share = resolved.training.data.batch_size // resolved.world_size
         config = resolved.train_config(Single.name, batch_size=share)
     elif name == OWN_COMPUTE:
-        config = resolved.train_config(LocalSGD.name, strategy_options={"period": NEVER})
+        config = resolved.train_config(LocalSGD.name, options={"period": NEVER})
     elif name == DDP.name:
-        config = resolved.train_config(name, strategy_options=ddp_options(bucket_mb))
+        config = resolved.train_config(name, options=ddp_options(bucket_mb))
     else:
         config = resolved.train_config(name)
     options: dict[str, Any] = {}
-    if config.strategy not in BASELINES:
+    if config.strategy.name not in BASELINES:
         options = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
         options["buckets"] = bucket_options(bucket_mb)
-    is_spread = config.strategy != Single.name and not resolved.is_virtual
+    is_spread = config.strategy.name != Single.name and not resolved.is_virtual
     placement = LearnerPlacement.of(config, world if is_spread else World())
     return Contender(name, build_trainer(placement, dataset, **options))

@@ -26,7 +26,7 @@ from ddpcore.display.table import table_of
 from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
 from ddpcore.optim.sgd import FusedSGD
-from ddpcore.options.command_line import SEED_RANGE, option
+from ddpcore.options.fields import SEED_RANGE, field
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.strategies.dpsgd import DPSGD
@@ -44,11 +44,11 @@ class DemoConfig(Options):
 
     EXAMPLE = "python -m ddpcore.bench demo --plot demo.png"
 
-    seeds: int = option(4, "runs of each strategy at each learning rate", least=1)
-    steps: int = option(400, "steps of each run", least=1)
-    learners: int = option(5, "virtual learners", least=2)
-    batch_size: int = option(200, "samples of each learner", least=1)
-    seed: int = option(0, "the first seed", **SEED_RANGE)
+    seeds: int = field(4, "runs of each strategy at each learning rate", least=1)
+    steps: int = field(400, "steps of each run", least=1)
+    learners: int = field(5, "virtual learners", least=2)
+    batch_size: int = field(200, "samples of each learner", least=1)
+    seed: int = field(0, "the first seed", **SEED_RANGE)
 
 
 def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:

@@ -33,7 +33,7 @@ def environment(resolved: ResolvedConfig) -> dict[str, Any]:
 
 def model_bytes(resolved: ResolvedConfig) -> int:
     """Bytes of the parameters of the model."""
-    model = MODELS.build(resolved.config.model, **(resolved.config.model_options or {}))
+    model = MODELS.build(resolved.training.model.name, **resolved.training.model.options)
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
@@ -45,7 +45,7 @@ def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) 
     """
     ranks = resolved.world_size if resolved.device == "cpu" else 1
     needed = ranks * COPIES * model_bytes(resolved) * num_models
-    check_memory(f"{num_models} copies of {resolved.config.model}", needed, resolved.device, advice)
+    check_memory(f"{num_models} copies of {resolved.training.model.name}", needed, resolved.device, advice)
 
 
 def free_memory(device: str) -> float:

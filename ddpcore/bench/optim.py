@@ -21,13 +21,13 @@ from ddpcore.bench.shapes import LISTS, USUAL
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import cell_of, interval, number, spread, table_of
 from ddpcore.ops.steps import bytes_per_param
-from ddpcore.options.command_line import option
+from ddpcore.options.fields import field
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import LARGEST_COPY, copying, interleaved, quantiles
 from ddpcore.storage.json_lines import write_json
-from ddpcore.training.config import DEVICES
+from ddpcore.training.sections import DEVICES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NUM_TEMPORARIES = 3  # fp32 numbers for each parameter, in libraries that materialise each operation
@@ -39,15 +39,15 @@ class OptimConfig(Options):
 
     EXAMPLE = "python -m ddpcore.bench optim --models resnet18 --optimizers sgd,lamb"
 
-    models: tuple[str, ...] = option(USUAL, "comma-separated", choices=tuple(LISTS))
-    optimizers: tuple[str, ...] = option(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
-    peers: bool = option(True, "compare with other libraries too, if they are installed")
-    compiled: bool = option(False, "compare with what torch.compile makes of each rule too: compiling takes minutes")
-    repeats: int = option(21, "pairs of samples of each comparison, at most", least=1)
-    seconds: float = option(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
-    threads: int | None = option(None, "of the CPU (torch's default)", least=1)
-    device: str = option("auto", choices=DEVICES)
-    dtype: str = option("float32", "of parameters and gradients", choices=tuple(DTYPES))
+    models: tuple[str, ...] = field(USUAL, "comma-separated", choices=tuple(LISTS))
+    optimizers: tuple[str, ...] = field(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
+    peers: bool = field(True, "compare with other libraries too, if they are installed")
+    compiled: bool = field(False, "compare with what torch.compile makes of each rule too: compiling takes minutes")
+    repeats: int = field(21, "pairs of samples of each comparison, at most", least=1)
+    seconds: float = field(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
+    threads: int | None = field(None, "of the CPU (torch's default)", least=1)
+    device: str = field("auto", choices=DEVICES)
+    dtype: str = field("float32", "of parameters and gradients", choices=tuple(DTYPES))
 
     @property
     def resolved_device(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import count
 from statistics import median
 from typing import Any
@@ -34,8 +34,8 @@ from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.process import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
-from ddpcore.models import MODELS
-from ddpcore.options.command_line import option
+from ddpcore.options.command_line import SETTINGS
+from ddpcore.options.fields import field
 from ddpcore.parameters.buckets import messages
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
@@ -45,7 +45,6 @@ from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.registry import TOPOLOGIES
-from ddpcore.training.config import DEVICES
 
 STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
 
@@ -54,19 +53,16 @@ STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
 class PredictConfig(Options):
     """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
-    EXAMPLE = "python -m ddpcore.bench predict --world-size 4 --model resnet18"
+    EXAMPLE = "python -m ddpcore.bench predict --world-size 4 model=resnet18"
 
-    world_size: int | None = option(None, "number of ranks (4, or torchrun's)")
-    model: str = option("resnet18", parts=MODELS)
-    strategies: tuple[str, ...] = option(STRATEGIES, "comma-separated", choices=STRATEGIES)
-    topology: tuple[str, ...] = option(("ring", "random_pair"), "of dpsgd", parts=TOPOLOGIES)
-    bucket_mb: tuple[str, ...] = option(("1", "25"), "of ssgd: largest bucket in MiB, or 'one'")
-    transport: tuple[str, ...] = option(("auto",), choices=TRANSPORTS)
-    period: int = option(4, "steps between two averages in local_sgd, and in each turn", least=1)
-    batch_size: int = option(32, "global, over all ranks")
-    rounds: int = option(5, "turns of each strategy", least=1)
-    seed: int = option(0, "of weights, batches and pairs")
-    device: str = option("auto", choices=DEVICES)
+    settings: Sequence[str] = SETTINGS
+    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
+    strategies: tuple[str, ...] = field(STRATEGIES, "comma-separated", choices=STRATEGIES)
+    topology: tuple[str, ...] = field(("ring", "random_pair"), "of dpsgd", parts=TOPOLOGIES)
+    bucket_mb: tuple[str, ...] = field(("1", "25"), "of ssgd: largest bucket in MiB, or 'one'")
+    transport: tuple[str, ...] = field(("auto",), choices=TRANSPORTS)
+    period: int = field(4, "steps between two averages in local_sgd, and in each turn", least=1)
+    rounds: int = field(5, "turns of each strategy", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,9 +75,18 @@ class PredictConfig(Options):
         Raises:
             ValueError: the options do not go together.
         """
-        shared = ("world_size", "model", "strategies", "period", "batch_size", "seed", "device")
-        common = BenchConfig(dataset="synthetic", **{name: getattr(self, name) for name in shared})
-        return [replace(common, topology=graph, transport=name) for name in self.transport for graph in self.topology]
+        settings = ["model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings]
+        if LocalSGD.name in self.strategies:
+            settings.append(f"strategy.period={self.period}")
+        return [
+            BenchConfig(
+                settings=(*settings, f"strategy.topology={graph}", f"strategy.transport={name}"),
+                world_size=self.world_size,
+                strategies=self.strategies,
+            )
+            for name in self.transport
+            for graph in self.topology
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ class Case:
     resolved: ResolvedConfig
     bucket_mb: float | None
     parts: list[Call]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(list)
 
     def take_turn(self, compute: Contender, num_steps: int) -> None:
         """Run the step without communication, the real step and the parts one after the other. Collective."""
@@ -133,7 +138,7 @@ def prepare(config: PredictConfig, torchrun: World | None) -> Callable[[], None]
     first = runs[0]
     build_dataset(first, first=True)
     num_models = 1 + sum(len(_cases(resolved, runs, config)) for resolved in runs)
-    check_models_memory(num_models, first, "name fewer --topology or --bucket-mb, or a smaller --model")
+    check_models_memory(num_models, first, "name fewer --topology or --bucket-mb, or a smaller model")
     return start_ranks(run_rank, first, runs, config)
 
 
@@ -165,9 +170,9 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
         step = timer.compute(quantiles(compute.block_seconds)["p50"] / config.period)
         result = {
             "environment": environment(common),
-            "model": config.model,
+            "model": common.training.model.name,
             "world_size": common.world_size,
-            "batch_size": config.batch_size,
+            "batch_size": common.training.data.batch_size,
             "period": config.period,
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
             "rows": rows,
@@ -199,7 +204,7 @@ def _parts(one: Contender, resolved: ResolvedConfig) -> list[Call]:
     learner = one.trainer.handle.learner
     assert learner is not None
     comm, flat = learner.comm, learner.flat
-    graph = resolved.train_config(DPSGD.name).make_topology()
+    graph = resolved.training.make_topology()
     steps = count()
 
     def together() -> None:
@@ -260,7 +265,7 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, per
     errors = [step_model.error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
     return {
         "strategy": name,
-        "topology": resolved.config.topology if is_dpsgd else None,
+        "topology": resolved.training.strategy.topology if is_dpsgd else None,
         "bucket_mb": case.bucket_mb,
         "num_buckets": len(bucket_bytes(contender)) if name == SSGD.name else None,
         "transport": resolved.transport_name,

@@ -55,8 +55,8 @@ GOSSIP = (  # the strategies with a topology
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
     resolved = resolve_here(config, torchrun)
-    if config.download and torchrun is not None:
-        raise ValueError("--download under torchrun: ranks would write the same files, run once without torchrun")
+    if config.value("data.download") and torchrun is not None:
+        raise ValueError("data.download under torchrun: ranks would write the same files, run once without torchrun")
     build_dataset(resolved, first=True)  # a damaged file is reported before ranks start
     start = start_ranks(run_rank, resolved)
 
@@ -64,7 +64,7 @@ def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
         if torchrun is None or torchrun.rank == 0:
             names = ", ".join(resolved.strategies)
             learners = "one learner" if resolved.world_size == 1 else f"{resolved.world_size} learners"
-            print(f"{names}: {config.steps} steps each, with {learners}", file=sys.stderr, flush=True)
+            print(f"{names}: {resolved.num_steps} steps each, with {learners}", file=sys.stderr, flush=True)
         start()
 
     return run
@@ -79,26 +79,31 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
 
 
 def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> None:
-    config = resolved.config
+    config, num_steps = resolved.training, resolved.num_steps
     meter = GpuMeter() if resolved.device == "cuda" else None
     names = dict.fromkeys(resolved.strategies)
     if not resolved.is_virtual:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if name != Single.name)
     contenders = [_build(name, resolved, world, dataset, meter) for name in names]
-    torch.manual_seed(config.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
-    total = config.steps * len(contenders)
+    torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
+    total = num_steps * len(contenders)
     with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
-        for num_steps, timed in _blocks(config.steps):
+        for block, timed in _blocks(num_steps):
             for one in contenders:
-                run_block(one, num_steps, timed, meter)
-                progress.advance(num_steps, one.name)
+                run_block(one, block, timed, meter)
+                progress.advance(block, one.name)
     results = [_gather(one, resolved, meter) for one in contenders]
     if contenders[-1].is_first:
-        about = {name: getattr(config, name) for name in ("model", "dataset", "batch_size", "steps")}
+        about = {
+            "model": config.model.name,
+            "dataset": config.data.name,
+            "batch_size": config.data.batch_size,
+            "steps": num_steps,
+        }
         where = environment(resolved)
         where["notes"] += _edges(contenders)
         result = {"environment": where, **about, "rows": _rows(resolved, results)}
-        publish(result, KIND, config)
+        publish(result, KIND, resolved.config)
 
 
 def _edges(contenders: Sequence[Contender]) -> list[str]:
@@ -139,8 +144,8 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
     seconds, parts, readings, found = zip(*everyone, strict=True)
     num_nonfinite = len(set().union(*found))  # all ranks find those of averaged gradients
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
-    losses = losses_SL.nanmean(dim=1) if resolved.config.on_nonfinite != "raise" else losses_SL.mean(dim=1)
-    if num_nonfinite and resolved.config.on_nonfinite == "raise":
+    losses = losses_SL.nanmean(dim=1) if resolved.training.strategy.on_nonfinite != "raise" else losses_SL.mean(dim=1)
+    if num_nonfinite and resolved.training.strategy.on_nonfinite == "raise":
         losses[-1] = math.nan  # it has diverged
     trainer = None if one.name in HIDDEN else one.trainer
     evaluation, distance, consensus_ms = None, None, None
@@ -155,7 +160,7 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
         "block_samples": one.block_samples,
         "deaths": [] if trainer is None else [asdict(change) for change in trainer.handle.changes],
         "bytes_per_step": sent,
-        "curve": _curve(losses, one.block_seconds, resolved.config.steps),
+        "curve": _curve(losses, one.block_seconds, resolved.num_steps),
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
@@ -184,9 +189,8 @@ def _consensus(one: Contender, trainer: Trainer) -> tuple[float, float]:
 
 def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each strategy; :func:`publish` replaces NaN and infinity by None."""
-    config = resolved.config
     block_seconds = {result["name"]: result["block_seconds"] for result in results}
-    steps = [length for length, timed in _blocks(config.steps) if timed]
+    steps = [length for length, timed in _blocks(resolved.num_steps) if timed]
     rows = []
     for result in results:
         name, seconds = result["name"], result["block_seconds"]
@@ -202,7 +206,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
         rows.append(
             {
                 "strategy": name,
-                "topology": config.topology if name in GOSSIP else None,
+                "topology": resolved.training.strategy.topology if name in GOSSIP else None,
                 "world_size": 1 if name == Single.name else resolved.world_size,
                 "samples_per_s": quantiles(rates)["p50"],
                 "step_ms": result["step_ms"],
@@ -248,7 +252,7 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
     if len(known) > 1:
         errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)
         lines.append(f"test error after equally many steps, one seed: {errors}")
-    lines += [f"{_name(row)} diverged: take a smaller --lr" for row in rows if row["loss_last"] is None]
+    lines += [f"{_name(row)} diverged: take a smaller optimizer.lr" for row in rows if row["loss_last"] is None]
     left_out = [row for row in rows if row.get("num_nonfinite") and row["loss_last"] is not None]
     lines += [f"{_name(row)}: {row['num_nonfinite']} steps of a learner were not finite, left out" for row in left_out]
     lines += [_death(row, death) for row in rows for death in row.get("deaths", ())]

@@ -20,7 +20,7 @@ from ddpcore.display.table import interval, table_of
 from ddpcore.distributed.distribute import distribute
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
-from ddpcore.options.command_line import option
+from ddpcore.options.fields import field
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
@@ -40,15 +40,15 @@ class StatsConfig(Options):
 
     EXAMPLE = "python -m ddpcore.bench stats --world-size 4 --every 50"
 
-    world_size: int = option(2, "ranks, or virtual learners")
-    backend: str = option("gloo", choices=("gloo", "virtual"))
-    strategy: str = option("ssgd", choices=COMPARED)
-    device: str = option("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
-    model: str = option("lenet5", parts=MODELS)
-    batch_size: int = option(256, "samples of a learner's batch", least=1)
-    every: int = option(50, "steps between two records", least=1)
-    blocks: int = option(10, "blocks of --every steps of each contender, in turn", least=1)
-    threads: int = option(1, "of each rank", least=1)
+    world_size: int = field(2, "ranks, or virtual learners")
+    backend: str = field("gloo", choices=("gloo", "virtual"))
+    strategy: str = field("ssgd", choices=COMPARED)
+    device: str = field("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
+    model: str = field("lenet5", parts=MODELS)
+    batch_size: int = field(256, "samples of a learner's batch", least=1)
+    every: int = field(50, "steps between two records", least=1)
+    blocks: int = field(10, "blocks of --every steps of each contender, in turn", least=1)
+    threads: int = field(1, "of each rank", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

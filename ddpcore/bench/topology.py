@@ -14,7 +14,7 @@ from ddpcore.bench.config import Options
 from ddpcore.bench.result import Kind, has
 from ddpcore.display.chart import Chart, Series, network
 from ddpcore.display.table import number, table_of
-from ddpcore.options.command_line import SEED_RANGE, option
+from ddpcore.options.fields import SEED_RANGE, field
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.json_lines import to_json
@@ -32,10 +32,10 @@ class TopologyConfig(Options):
 
     EXAMPLE = "python -m ddpcore.bench topology --world-size 64"
 
-    name: str = option(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
-    world_size: int = option(8, "number of learners", least=1)
-    seed: int = option(0, "of random pairs", **SEED_RANGE)
-    local_size: int = option(2, "learners on each host, of hierarchical", least=1)
+    name: str = field(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
+    world_size: int = field(8, "number of learners", least=1)
+    seed: int = field(0, "of random pairs", **SEED_RANGE)
+    local_size: int = field(2, "learners on each host, of hierarchical", least=1)
 
     def topologies(self) -> dict[str, Topology]:
         """The named topology, or all.

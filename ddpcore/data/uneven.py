@@ -87,7 +87,7 @@ def check_options(shards: str, options: Mapping[str, Any]) -> None:
     if "alpha" in options:
         check_alpha(options["alpha"])
     if shards == "given" and "parts" not in options:
-        raise ValueError("shards is 'given': put one list of sample numbers for each learner in shards_options, parts")
+        raise ValueError("shards is 'given': put one list of sample numbers for each learner in the option parts")
 
 
 def total_variation(labels: Any, parts: Sequence[Any]) -> float:

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddpcore.options.command_line import option
+from ddpcore.options.fields import field
 from ddpcore.storage.limits import shown
 
 SUFFIXES = (".png", ".svg")
-PLOT: Any = option(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)
+PLOT: Any = field(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)
 
 
 def check_plot(path: Path | None) -> None:

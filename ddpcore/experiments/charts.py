@@ -12,6 +12,7 @@ from typing import Any
 
 from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.display.plot_option import check_plot
+from ddpcore.options.keys import get
 from ddpcore.options.typed import check_table
 
 _CHART = {"x": str, "by": str, "lines": Mapping[str, tuple[str, ...]]}
@@ -60,7 +61,7 @@ def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) 
     """The lines of an entry ``[[charts]]``, with those of their rows that ``configs`` has.
 
     Args:
-        spec: ``x``, the variable: a field of the configs, such as ``optimizer_options.momentum``. ``lines``: for the
+        spec: ``x``, the variable: a field of the configs, such as ``optimizer.momentum``. ``lines``: for the
             name of each line the names of its rows, or patterns. Or ``by``, a field: rows that are alike in it are one
             line. With ``values``, ``x`` is only the name of the axis, and ``{x}`` in the name of a row stands for each.
         configs: of each row.
@@ -68,7 +69,7 @@ def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) 
     by_name: dict[str, list[tuple[Any, str]]] = {}
     for value in spec.get("values", (None,)):
         for row in configs:
-            x = _field(configs[row], spec["x"]) if value is None else value
+            x = get(configs[row], spec["x"]) if value is None else value
             for name in _lines_with(row, value, spec, configs[row]) if x is not None else ():
                 by_name.setdefault(name, []).append((x, row))
     ordered = sorted(by_name, key=list(spec["lines"]).index) if "lines" in spec else list(by_name)
@@ -78,17 +79,9 @@ def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) 
 def _lines_with(row: str, value: Any, spec: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """The names of the lines on which a row lies, at this value if there are ``values``."""
     if "by" in spec:
-        return [str(_field(config, spec["by"]))]
+        return [str(get(config, spec["by"]))]
     filled = {name: [one.replace("{x}", str(value)) for one in rows] for name, rows in spec["lines"].items()}
     return [name for name, rows in filled.items() if any(fnmatchcase(row, one) for one in rows)]
-
-
-def _field(config: Mapping[str, Any], name: str) -> Any:
-    """A field by its name, with dots between the names of options; None without it."""
-    value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _line_charts(

@@ -10,10 +10,12 @@ from typing import Any
 from ddpcore.display.plot_option import PLOT, check_plot
 from ddpcore.display.surfaces import KINDS
 from ddpcore.experiments.study import SCALES
-from ddpcore.options.command_line import SEED_RANGE, Parser, add_options, check, option
+from ddpcore.options.command_line import Parser, add_flags
+from ddpcore.options.fields import SEED_RANGE, check, field
+from ddpcore.options.keys import parse_settings
 from ddpcore.storage.limits import NUM_RUNS
+from ddpcore.training.config import check_settings, merged
 from ddpcore.training.landscapes import BATCH_NORM, NUM_SAMPLES, PLANES
-from ddpcore.training.settings import settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class ListOptions:
 
     EXAMPLE = "python -m ddpcore.experiments list mnist-effective-lr"
 
-    study: str | None = option(None, "a study", positional=True)
+    study: str | None = field(None, "a study", positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +37,22 @@ class RunOptions:
 
     EXAMPLE = "python -m ddpcore.experiments run saddle-escape --scale smoke --out runs/saddle"
 
-    study: str = option(
+    study: str = field(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
     )
-    rows: tuple[str, ...] | None = option(None, "names of rows, or patterns ('ssgd-*'); default: those of the scale")
-    scale: str = option("full", choices=SCALES)
-    data_dir: Path | None = option(None, "folder of the data sets' files", metavar="DIR")
-    download: bool = option(False, "fetch missing files into --data-dir first", action="store_true")
-    out: Path | None = option(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
-    seed: int = option(0, "the first seed", metavar="N", **SEED_RANGE)
-    seeds: int | None = option(None, "number of seeds (default: that of the study)", least=1, metavar="N")
-    max_runs: int = option(NUM_RUNS, "refuse more runs than this, rows x seeds", least=1, metavar="N")
-    world_size: int | None = option(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
-    jobs: int = option(1, "runs at the same time, which share the cores", least=1, metavar="N")
-    resume: bool = option(False, "continue in --out; finished runs are not repeated", action="store_true")
-    set: Sequence[str] | None = option(
-        None, "a field of TrainConfig, for all rows", action="append", type=str, metavar="KEY=VALUE"
+    rows: tuple[str, ...] | None = field(None, "names of rows, or patterns ('ssgd-*'); default: those of the scale")
+    scale: str = field("full", choices=SCALES)
+    data_dir: Path | None = field(None, "folder of the data sets' files", metavar="DIR")
+    download: bool = field(False, "fetch missing files into --data-dir first", action="store_true")
+    out: Path | None = field(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
+    seed: int = field(0, "the first seed", metavar="N", **SEED_RANGE)
+    seeds: int | None = field(None, "number of seeds (default: that of the study)", least=1, metavar="N")
+    max_runs: int = field(NUM_RUNS, "refuse more runs than this, rows x seeds", least=1, metavar="N")
+    world_size: int | None = field(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
+    jobs: int = field(1, "runs at the same time, which share the cores", least=1, metavar="N")
+    resume: bool = field(False, "continue in --out; finished runs are not repeated", action="store_true")
+    set: Sequence[str] | None = field(
+        None, "a setting of all rows, see `ddpcore train --fields`", action="append", type=str, metavar="KEY=VALUE"
     )
 
     plot: Path | None = PLOT
@@ -60,11 +62,14 @@ class RunOptions:
         check_plot(self.plot)
 
     def overrides(self) -> dict[str, Any]:
-        """The fields of TrainConfig that the command line sets for every row; see :func:`settings` for errors."""
-        given: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
-        if any(text.partition("=")[0].strip() == "seed" for text in self.set or ()):
-            raise ValueError("--set seed: use --seed and --seeds")
-        return {**settings(self.set or (), "--set "), **given, **({"download": True} if self.download else {})}
+        """The sections of a TrainConfig that the command line sets for every row. ValueError: see the functions."""
+        given = parse_settings(self.set or (), "--set ")
+        check_settings(given, "--set")
+        if "seed" in given.get("run", ()):
+            raise ValueError("--set run.seed: use --seed and --seeds")
+        data: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
+        data |= {"download": True} if self.download else {}
+        return merged(given, {"data": data} if data else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +78,10 @@ class CompareOptions:
 
     EXAMPLE = "python -m ddpcore.experiments compare runs/saddle --plot saddle.png"
 
-    runs: Sequence[Path] = option(
+    runs: Sequence[Path] = field(
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
     )
-    markdown: Path | None = option(None, "write the page", is_file=True)
+    markdown: Path | None = field(None, "write the page", is_file=True)
     plot: Path | None = PLOT
 
     def __post_init__(self) -> None:
@@ -94,39 +99,39 @@ class LandscapeOptions:
 
     EXAMPLE = "python -m ddpcore.experiments landscape runs/ssgd runs/dpsgd --points 25"
 
-    runs: Sequence[Path] = option(
+    runs: Sequence[Path] = field(
         MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
     )
-    plane: str = option("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
-    points: int = option(25, "K, for K x K points", least=2, metavar="K")
-    span: float | None = option(
+    plane: str = field("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
+    points: int = field(25, "K, for K x K points", least=2, metavar="K")
+    span: float | None = field(
         None,
         "from the model to the border, in lengths of the directions (1); margin around solutions (0.25)",
         above=0,
         metavar="S",
     )
-    seed: int = option(0, "of random directions", metavar="N", **SEED_RANGE)
-    batch_norm: str | None = option(
+    seed: int = field(0, "of random directions", metavar="N", **SEED_RANGE)
+    batch_norm: str | None = field(
         None, "of each point (default: eval, between solutions recalibrate)", choices=BATCH_NORM
     )
-    split: str = option("train", "of the data", choices=("train", "validation", "test"))
-    samples: int | None = option(
+    split: str = field("train", "of the data", choices=("train", "validation", "test"))
+    samples: int | None = field(
         None, f"so many random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N"
     )
-    ratio: bool = option(
+    ratio: bool = field(
         False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
     )
-    kinds: tuple[str, ...] = option(("contour",), "pictures of the loss", choices=KINDS)
-    out: Path | None = option(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
-    data_dir: Path | None = option(None, "folder of the data set's files, if it has moved", metavar="DIR")
-    world_size: int = option(1, "share the points among N processes", least=1, metavar="N")
+    kinds: tuple[str, ...] = field(("contour",), "pictures of the loss", choices=KINDS)
+    out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
+    data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
+    world_size: int = field(1, "share the points among N processes", least=1, metavar="N")
 
     def __post_init__(self) -> None:
         check(self)
         if self.plane == "solutions" and len(self.runs) != 3:
             raise ValueError(f"--plane solutions goes through three runs, and {len(self.runs)} are named: name three")
 
-    def settings(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of :func:`ddpcore.training.landscapes.landscape_of` but for runs and files."""
         names = ("plane", "points", "span", "seed", "batch_norm", "split", "samples", "ratio")
         return {name: getattr(self, name) for name in names}
@@ -146,6 +151,6 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for name, options in COMMANDS.items():
         help = (options.__doc__ or "").splitlines()[0]
-        add_options(commands.add_parser(name, help=help, description=help, allow_abbrev=False), options)
+        add_flags(commands.add_parser(name, help=help, description=help, allow_abbrev=False), options)
     given = vars(parser.parse_args(argv))
     return COMMANDS[given.pop("command")](**given)

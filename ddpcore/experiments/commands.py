@@ -47,7 +47,7 @@ def _list(options: ListOptions) -> int:
     else:
         table = Table("row", "learners", "about", "published", show_lines=True)
         for row in study.find_study(options.study).rows.values():
-            learners = str(row.config("full").learners) + (" ranks" if row.ranks else "")
+            learners = str(row.config("full").strategy.learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
             table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
     Console().print(table)

@@ -13,7 +13,9 @@ from ddpcore.experiments import claims
 from ddpcore.experiments.charts import check_chart
 from ddpcore.experiments.claims import CLAIM
 from ddpcore.experiments.metrics import CURVES, METRICS
+from ddpcore.options.keys import dotted
 from ddpcore.options.typed import check_table
+from ddpcore.records.config import nested
 from ddpcore.records.run import CHECKPOINTS, RECORD
 from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, to_json, write_json
@@ -154,10 +156,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check_table("it", values, _MANIFEST | {"charts": tuple[_TABLE, ...]}, _MANIFEST, more_keys=True)
         if values["format"] != FORMAT:
             raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
+        values["set"] = dotted(nested(values["set"]))  # older manifests have a flat one
         if not values["metrics"]:
             raise ValueError("it has no metrics")
         for name, row in values["rows"].items():
             check_table(f"row {name}", row, _ROW, _ROW, more_keys=True)
+            row["config"] = nested(row["config"])
         for spec in values.get("charts", ()):
             check_chart(spec)
         for claim in values["claims"]:

@@ -71,7 +71,7 @@ def _compute(world: World, options: LandscapeOptions) -> None:
     if group is not None:
         signal.signal(signal.SIGTERM, _interrupt)  # what the parent makes of Ctrl-C
     for name, path in _files(options).items():
-        landscape_of(parts[name], **options.settings(), out=path, group=group)
+        landscape_of(parts[name], **options.arguments(), out=path, group=group)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ddpcore.options.keys import get
 from ddpcore.records.run import RunRecord
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
@@ -75,7 +76,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
     accuracy, seconds = on_test.get("accuracy"), sum(epoch["seconds"] for epoch in record.epochs)
     accuracy_pct = None if accuracy is None else 100 * accuracy
     classes = record.header.get("num_classes") if record.final["diverged"] else None
-    target = record.header["config"].get("target")
+    target = get(record.header["config"], "run.target")
     return {
         "train_loss": last.get("train_loss"),
         "test_loss": on_test.get("loss"),
@@ -106,7 +107,7 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
     scales = [(line.get("whole") or {}).get("noise_scale") for line in record.statistics if line["valid"]]
     early = [line for line in lines if line["step"] <= SHARE * total]
     late = [line for line in lines if line["step"] > (1 - SHARE) * total]
-    level = record.header["config"]["escape_loss"]
+    level = get(record.header["config"], "run.escape_loss")
     below = [line["step"] for line in lines if level is not None and line["loss"] < level]
     return {
         "effective_lr_early": _rate(early),

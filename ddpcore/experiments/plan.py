@@ -10,7 +10,8 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.study import Row, Study
-from ddpcore.records.run import BOOKKEEPING
+from ddpcore.options.keys import dotted
+from ddpcore.records.config import BOOKKEEPING
 from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -23,6 +24,7 @@ from ddpcore.training.build import (
     needs_ranks,
     shape_options,
 )
+from ddpcore.training.sections import StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Job:
     def place(self) -> str:
         """Where the learners run, as text for the results."""
         if not self.ranks:
-            learners = self.config.learners
+            learners = self.config.strategy.learners
             return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
         processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
         if self.in_namespaces:
@@ -81,8 +83,8 @@ class Datasets:
     def of(self, placement: LearnerPlacement) -> Dataset:
         """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
         config = placement.config
-        names = ("dataset", "dataset_options", *DATASET_FIELDS)
-        key = repr(shape_options(config)), *(repr(getattr(config, name)) for name in names)
+        names = ("name", "options", *DATASET_FIELDS)
+        key = repr(shape_options(config)), config.run.seed, *(repr(getattr(config.data, name)) for name in names)
         if self._dataset is None or key != self._key:
             self._key, self._dataset = key, build_dataset(placement)
         return self._dataset
@@ -118,7 +120,7 @@ def make_plan(
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    learners = {name: config.learners for name, config in configs.items()}
+    learners = {name: config.strategy.learners for name, config in configs.items()}
     if world_size is not None and world_size not in learners.values():
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
@@ -128,7 +130,7 @@ def make_plan(
         Job(
             row=row.name,
             seed=seed,
-            config=configs[row.name].overridden({"seed": seed}),
+            config=configs[row.name].overridden({"run": {"seed": seed}}),
             path=folder.run_path(row.name, seed),
             ranks=ranks[row.name],
             hosts=row.hosts,
@@ -143,7 +145,7 @@ def make_plan(
         "published": {row.name: dict(row.published) for row in study.rows.values() if row.published},
         "claims": [asdict(claim) for claim in study.claims],
         "scale": scale,
-        "set": {key: value for key, value in (overrides or {}).items() if key not in BOOKKEEPING},
+        "set": {key: value for key, value in dotted(overrides or {}).items() if key not in BOOKKEEPING},
         "seeds": seeds,
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
@@ -172,10 +174,14 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
 
 def _check_one_process(job: Job) -> None:
     """Raise ValueError if a job without ranks has settings that only ranks have, or needs ranks."""
-    given = {"link": job.config.link or "", "transport": job.config.transport, "hosts": job.hosts}
-    for name, none in (("link", ""), ("transport", TrainConfig.transport), ("hosts", 1)):
-        if given[name] != none:
-            raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
+    strategy = job.config.strategy
+    for name, value, none in (
+        ("strategy.link", strategy.link, None),
+        ("strategy.transport", strategy.transport, StrategyConfig.transport),
+        ("hosts", job.hosts, 1),
+    ):
+        if value != none:
+            raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
     if needs_ranks(job.config):
         raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
 
@@ -188,13 +194,15 @@ def backend_of(job: Job) -> str:
     """
     choice = backend_here(job.config, job.ranks)
     if job.ranks and choice.backend == "virtual":
-        raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set device=cpu")
+        raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
     return choice.backend
 
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden({"seed": 0, "data_dir": None}).to_dict(),  # the same for all seeds and machines
+        "config": config.overridden(
+            {"run": {"seed": 0}, "data": {"data_dir": None}}
+        ).to_dict(),  # the same for all seeds and machines
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

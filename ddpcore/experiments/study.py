@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from ddpcore.experiments import claims
 from ddpcore.experiments.charts import check_chart
@@ -16,9 +16,10 @@ from ddpcore.experiments.claims import CLAIM, Claim
 from ddpcore.experiments.metrics import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
+from ddpcore.records.config import SECTIONS
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
-from ddpcore.training.config import merged
+from ddpcore.training.config import check_settings, merged
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,8 +35,7 @@ _STUDY = _REQUIRED | {
     "notes": _TEXTS, "seeds": int, "groups": _TABLE, "scales": _TABLE, "charts": tuple[_TABLE, ...],
     "claims": tuple[_TABLE, ...],
 }  # fmt: skip
-# Fields of a training run; keys that groups and rows have besides; keys that only rows have.
-_RUN = get_type_hints(TrainConfig)
+# Keys that groups and rows have besides the sections of a training run; keys that only rows have.
 _GROUP = {"scales": _TABLE, "ranks": bool, "hosts": int}
 _ROW = _GROUP | {"groups": _TEXTS, "published": Mapping[str, float], "about": str, "kill_rank": int}
 _SCALE = {"seeds": int, "rows": _TEXTS}
@@ -50,7 +50,7 @@ class Row:
     Attributes:
         name: unique in its study.
         study: the name of the study, or its file.
-        layers: for each scale, fields of :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
+        layers: for each scale, sections of a :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
         published: numbers of the source, by metric.
         about: a description, if the name is not enough.
         ranks: each learner is a process, not a virtual learner.
@@ -78,14 +78,17 @@ class Row:
             for layer in (*self.layers[scale], overrides or {}):
                 values = merged(values, layer)
             config = TrainConfig.from_dict(values)
-            if self.kill_rank is not None and not (self.ranks and self.kill_rank < config.learners):
+            strategy = config.strategy
+            if self.kill_rank is not None and not (self.ranks and self.kill_rank < strategy.learners):
                 raise ValueError(
-                    f"kill_rank is {self.kill_rank}: set ranks = true and take a rank below {config.learners}"
+                    f"kill_rank is {self.kill_rank}: set ranks = true and take a rank below {strategy.learners}"
                 )
-            if config.learners % self.hosts:
-                raise ValueError(f"learners is {config.learners}: it must be a multiple of hosts, {self.hosts}")
-            if self.hosts > 1 and config.strategy != "ddp" and config.transport != "pg":
-                raise ValueError(f"transport is {config.transport!r}: hosts share no memory, set it to 'pg'")
+            if strategy.learners % self.hosts:
+                raise ValueError(
+                    f"strategy.learners is {strategy.learners}: it must be a multiple of hosts, {self.hosts}"
+                )
+            if self.hosts > 1 and strategy.name != "ddp" and strategy.transport != "pg":
+                raise ValueError(f"strategy.transport is {strategy.transport!r}: hosts share no memory, set it to 'pg'")
         except ValueError as error:
             raise ValueError(f"{self.study}: row {self.name}, scale {scale}: {error}") from None
         return config
@@ -176,7 +179,8 @@ def find_study(name: str) -> Study:
 
 
 def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
-    _check("the study", values, _STUDY, _RUN | _SCALE, required=_REQUIRED)
+    check_table("the study", values, _STUDY, _REQUIRED)
+    _check("the study", {key: value for key, value in values.items() if key in ("seeds", "scales")}, _STUDY, _SCALE)
     for key in ("metrics", "rows"):
         if not values[key]:
             raise ValueError(f"{key} is empty: name at least one")
@@ -184,13 +188,13 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
         check_choice("a metric", metric, METRICS)
     if len(set(values["metrics"])) < len(values["metrics"]):
         raise ValueError(f"metrics is {values['metrics']}: name each once")
-    check_table("shared", values["shared"], _RUN)
+    check_settings(values["shared"], "shared")
     scales, groups = values.get("scales", {}), values.get("groups", {})
     for scale, layer in scales.items():
         if layer.get("rows") == []:
             raise ValueError(f"scale {scale}: rows is empty: name at least one, or leave it out for all")
     for group, entries in groups.items():
-        _check(f"group {group}", entries, _RUN | _GROUP, _RUN)
+        _check(f"group {group}", entries, _GROUP, {})
     rows = {key: _row(key, path, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
     for entries in values.get("claims", ()):
         check_table("a claim", entries, CLAIM, required=("text", "source", "predicate"))
@@ -216,8 +220,9 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
 def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:
     """Raise ValueError unless an entry ``[[charts]]`` names fields of a run, and rows of the study."""
     check_chart(spec)
-    fields = [spec[key].partition(".")[0] for key in ("x", "by") if key in spec and "values" not in spec]
-    check_keys("a chart's field", fields, _RUN)
+    for key in ("x", "by"):
+        if key in spec and "values" not in spec:
+            check_keys(f"a chart's {key}", [spec[key].partition(".")[0]], SECTIONS)
     for value in spec.get("values", ("",)):
         for rows in spec.get("lines", {}).values():
             study.chosen([one.replace("{x}", str(value)) for one in rows])
@@ -227,7 +232,7 @@ def _row(
     name: str, study: str, entries: Any, shared: Mapping[str, Any], groups: Mapping[str, Any], scales: Mapping[str, Any]
 ) -> Row:
     where = f"row {name}"
-    _check(where, entries, _RUN | _ROW, _RUN)
+    _check(where, entries, _ROW, {})
     if not name or name.startswith(".") or set(name) & set('/\\,"') or not name.isprintable():
         raise ValueError(f"{where}: its name becomes a folder: leave / \\ , quotes and control characters out")
     for group in entries.get("groups", ()):
@@ -250,14 +255,15 @@ def _row(
 
 
 def _run_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key in _RUN}
+    return {key: value for key, value in entries.items() if key in SECTIONS}
 
 
-def _check(
-    where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any], required: Iterable[str] = ()
-) -> None:
-    """Check a table and its layers for each scale: their keys, and types and ranges of the values."""
-    check_table(where, entries, hints, required)
+def _check(where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any]) -> None:
+    """Check a table and its layers for each scale. Keys without a hint are sections of a training run."""
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"{where} is {entries!r}: it must be a table")
+    check_table(where, {key: value for key, value in entries.items() if key in hints}, hints)
+    check_settings({key: value for key, value in entries.items() if key not in hints}, where, tuple(hints))
     for key, least in _LEAST.items():
         check_range(f"{where}: {key}", entries.get(key), least=least)
     layers = entries.get("scales", {})

@@ -101,20 +101,27 @@ class Registry(Generic[Part]):
                 found[option] = tuple[type(default[0]), ...]  # type: ignore[misc]
         return found
 
-    def check_options(self, name: str, options: Mapping[str, Any]) -> None:
-        """Check that the options exist, and check the types of options that have a plain type hint.
+    def check_options(self, name: str, options: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
+        """The options as the part takes them: a list, or a single number, is a tuple where the type hint is one.
+
+        Args:
+            name: of the part.
+            options: by keyword.
+            others: further names that an error may suggest.
 
         Raises:
             ValueError: an option does not exist (the message has the most similar name), or its value has a wrong type.
         """
-        known, hints = self.options(name), self.hints(name)
+        known, hints, found = self.options(name), self.hints(name), dict(options)
         for option, value in options.items():
             if option not in known:
-                raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, known)}")
-            # A single number is allowed for a tuple of one number.
-            is_single = get_origin(hints.get(option)) is tuple and type(value) in (int, float)
-            if option in hints and not is_single:
-                typed(f"{self.kind} {name}: {option}", value, hints[option])
+                raise ValueError(f"{self.kind} {name} has no option {option!r}: {suggest(option, [*known, *others])}")
+            if option in hints:
+                is_tuple = get_origin(hints[option]) is tuple
+                single = (value,) if is_tuple and type(value) in (int, float) else value
+                checked = typed(f"{self.kind} {name}: {option}", single, hints[option])
+                found[option] = checked if is_tuple else value
+        return found
 
     def build(self, name: str, *arguments: Any, **options: Any) -> Part:
         """Make the part of this name.
@@ -129,7 +136,7 @@ class Registry(Generic[Part]):
         """
         make = self.find(name)
         given = {key: value for key, value in options.items() if key not in self.reserved or self.takes(name, key)}
-        self.check_options(name, {key: value for key, value in given.items() if key not in self.reserved})
+        given |= self.check_options(name, {key: value for key, value in given.items() if key not in self.reserved})
         try:
             part = make(*arguments, **given)
         except Exception as error:

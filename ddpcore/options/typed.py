@@ -55,7 +55,7 @@ def is_finite(value: Any) -> bool:
 
 
 def without_numpy(value: Any) -> Any:
-    """The value without NumPy scalars, recursively."""
+    """The value without NumPy scalars and tuples, recursively, as JSON and TOML hold it."""
     if isinstance(value, Mapping):
         return {str(key): without_numpy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpcore.records.config import nested
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
 
@@ -15,11 +16,6 @@ MODEL = "model.safetensors"  # the averaged model at the end
 CHECKPOINTS = "checkpoints"
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
 KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
-# Fields of a config that change no result: they may change when a run is resumed, and do not tell two runs apart.
-BOOKKEEPING = (
-    *("data_dir", "download", "timeout", "checkpoint_every", "keep_last", "keep_best", "save_nonfinite"),
-    "record_steps",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +24,10 @@ class RunRecord:
 
     Attributes:
         path: the file.
-        header: ``kind`` "run": config, num_parameters, num_samples, num_classes, dataset_digest
-            (:meth:`ddpcore.data.Dataset.digest`), total_variation (:func:`ddpcore.data.total_variation`, how uneven the
-            ``shards`` are; None for the shards ``even``), device, cores, versions, commit, date.
-            Empty if its line is damaged.
+        header: ``kind`` "run": config (in sections, also of version 0.2), num_parameters, num_samples, num_classes,
+            dataset_digest (:meth:`ddpcore.data.Dataset.digest`), total_variation
+            (:func:`ddpcore.data.total_variation`, how uneven the ``shards`` are; None for the shards ``even``), device,
+            cores, versions, commit, date. Empty if its line is damaged.
         resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, cores, versions, commit,
             date; members, the ids of the ranks, with ``on_failure="shrink"``.
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, batch_size (with
@@ -84,7 +80,7 @@ class RunRecord:
             raise ValueError(f"{shown(path)}: there is no record of a run: train into this folder first")
         return cls(
             path=path,
-            header=(lines["run"] or [{}])[0],
+            header=_header((lines["run"] or [{}])[0]),
             resumed=of["resume"],
             epochs=of["epoch"],
             statistics=of["statistics"],
@@ -94,6 +90,11 @@ class RunRecord:
             members=of["members"],
             problems=found.problems,
         )
+
+
+def _header(line: dict[str, Any]) -> dict[str, Any]:
+    config = line.get("config")
+    return {**line, "config": nested(config)} if isinstance(config, dict) else line
 
 
 def has_step(line: dict[str, Any]) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpcore.display.chart import finite
-from ddpcore.records.run import BOOKKEEPING
+from ddpcore.options.keys import dotted
+from ddpcore.records.config import BOOKKEEPING
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run, Sources
 
@@ -16,7 +17,7 @@ from ddpcore.report.sources import Run, Sources
 _NAMES = ("model", "dataset", "batch_size", "dtype", "backend", "every", "strategy", "topology", "transport", "op",
           "size_bytes", "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets",
           "world_size")  # fmt: skip
-_OF_RUNS = ("strategy", "topology", "model", "dataset", "batch_size", "lr")
+_OF_RUNS = ("strategy", "strategy.topology", "model", "data", "data.batch_size", "optimizer.lr")
 _QUANTILES = ("step_ms", "ms", "time_us", "measured_ms", "overhead_pct")
 
 
@@ -120,7 +121,7 @@ def _of_runs(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> dict[str
 
 
 def _config(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.header["config"].items() if key not in ("seed", *BOOKKEEPING)}
+    return {key: value for key, value in dotted(run.header["config"]).items() if key not in ("run.seed", *BOOKKEEPING)}
 
 
 def _name_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:

@@ -8,7 +8,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.options.command_line import check, option, parse
+from ddpcore.options.command_line import parse
+from ddpcore.options.fields import check, field
 from ddpcore.report.page import check_report, page_with, sections_of
 from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
@@ -28,9 +29,9 @@ class ReportOptions:
 
     EXAMPLE = "python -m ddpcore.report runs/first --out report.html"
 
-    runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
-    out: Path = option(Path("report.html"), "the page to write", is_file=True)
-    baseline: Sequence[Path] | None = option(
+    runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
+    out: Path = field(Path("report.html"), "the page to write", is_file=True)
+    baseline: Sequence[Path] | None = field(
         None, "what to compare with: the page marks what moved by more than its spread", nargs="+", type=Path,
         metavar="RUN",
     )  # fmt: skip
@@ -51,9 +52,9 @@ class ServeOptions:
 
     EXAMPLE = "python -m ddpcore.report serve runs/first"
 
-    runs: Sequence[Path] = option(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
-    port: int = option(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
-    every: float = option(5.0, "seconds between two looks at the runs", above=0, below=1e6, metavar="SECONDS")
+    runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
+    port: int = field(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
+    every: float = field(5.0, "seconds between two looks at the runs", above=0, below=1e6, metavar="SECONDS")
 
     def __post_init__(self) -> None:
         check(self)

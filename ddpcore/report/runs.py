@@ -8,6 +8,7 @@ from operator import methodcaller
 from typing import Any, TypeGuard
 
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
+from ddpcore.options.keys import get
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
@@ -21,7 +22,11 @@ _OF_EPOCHS = {
 }
 _INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
 _DISTANCE = "distance from the mean"
-_SHOWN = ("strategy", "topology", "learners", "model", "dataset", "batch_size", "optimizer", "lr", "seed")
+_SHOWN = {  # headings of the table, and the keys of the config
+    "strategy": "strategy", "topology": "strategy.topology", "learners": "strategy.learners", "model": "model",
+    "data": "data", "batch_size": "data.batch_size", "optimizer": "optimizer", "lr": "optimizer.lr",
+    "seed": "run.seed",
+}  # fmt: skip
 
 
 def run_sections(runs: Sequence[Run]) -> list[Section]:
@@ -78,11 +83,12 @@ def _config_value(header: dict[str, Any], key: str) -> Any:
 
     For such a strategy ``train`` records None.
     """
-    config = header["config"]
-    if key == "batch_size" and config.get("batch_growth"):
-        return f"{config.get(key)}, growth {config['batch_growth']}"
-    is_recorded = "topology" in header and _is_index(config.get("learners"), MOST_DRAWN + 1)
-    return None if key == "topology" and is_recorded and header["topology"] is None else config.get(key)
+    config, value = header["config"], get(header["config"], _SHOWN[key])
+    growth = get(config, "data.batch_growth")
+    if key == "batch_size" and growth:
+        return f"{value}, growth {growth}"
+    is_recorded = "topology" in header and _is_index(get(config, "strategy.learners"), MOST_DRAWN + 1)
+    return None if key == "topology" and is_recorded and header["topology"] is None else value
 
 
 def state_of(run: Run) -> str:
@@ -188,7 +194,7 @@ def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
         num = drawn.get("num_learners") if isinstance(drawn, dict) else None
         if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
             gap = finite(drawn.get("spectral_gap"))
-            note = f"{name}: {run.header['config'].get('topology')}"
+            note = f"{name}: {get(run.header['config'], 'strategy.topology')}"
             note += "" if gap is None else f", spectral gap {gap:.4g}"
             charts.append(network(note, num, drawn["edges"]))
     return Section(title="Topologies", charts=with_values(charts))

@@ -25,14 +25,13 @@ from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_transport
-from ddpcore.training.config import GROWTH_POWERS, TrainConfig
+from ddpcore.training.config import TrainConfig
+from ddpcore.training.sections import GROWTH_POWERS
 from ddpcore.training.statistics import check_samples
 from ddpcore.training.trainer import Trainer
 
-# Fields of a config that are arguments of load_dataset under the same name.
-DATASET_FIELDS = (
-    "data_dir", "seed", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels",
-)  # fmt: skip
+# Fields of the section data that are arguments of load_dataset under the same name.
+DATASET_FIELDS = ("data_dir", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +65,17 @@ class LearnerPlacement:
         if left is not None and len(left.members) != world.world_size:
             raise ValueError(
                 f"the last checkpoint has the learners {list(left.members)} that were left, and these are "
-                f"{world.world_size} ranks: resume with {len(left.members)} ranks and learners={left.first}"
+                f"{world.world_size} ranks: resume with {len(left.members)} ranks and strategy.learners={left.first}"
             )
-        if left is None and config.learners % world.world_size:
-            raise ValueError(f"learners is {config.learners}: make it a multiple of the {world.world_size} ranks")
-        kind = config.device
+        if left is None and config.strategy.learners % world.world_size:
+            raise ValueError(
+                f"strategy.learners is {config.strategy.learners}: make it a multiple of the {world.world_size} ranks"
+            )
+        kind = config.run.device
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is 'cuda' and torch sees no GPU: take 'cpu'")
+            raise ValueError("run.device is 'cuda' and torch sees no GPU: take 'cpu'")
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return cls(config=config, world=world, device=device, left=left)
 
@@ -90,7 +91,7 @@ class LearnerPlacement:
             return []
         if self.left is not None:
             return [self.left.members[self.world.rank]]
-        each = self.config.learners // self.world.world_size
+        each = self.config.strategy.learners // self.world.world_size
         return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
     def barrier(self, what: str) -> None:
@@ -101,7 +102,7 @@ class LearnerPlacement:
     def time_limit(self) -> AbstractContextManager[None]:
         """Inside, a rank may let the others wait as long as the config says, in any call of the process group."""
         is_group = self.world.world_size > 1
-        return time_limit(default_group(None), self.config.timeout) if is_group else nullcontext()
+        return time_limit(default_group(None), self.config.strategy.timeout) if is_group else nullcontext()
 
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
@@ -126,26 +127,27 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
         ValueError: files are missing or damaged, or the options do not fit the data set.
     """
     return load_dataset(
-        config.dataset,
-        **{name: getattr(config, name) for name in DATASET_FIELDS},
-        download=config.download and first,
+        config.data.name,
+        seed=config.run.seed,
+        **{name: getattr(config.data, name) for name in DATASET_FIELDS},
+        download=config.data.download and first,
         verify=first,
-        **{**shape_options(config), **config.dataset_options},
+        **{**shape_options(config), **config.data.options},
     )
 
 
 def shape_options(config: TrainConfig) -> dict[str, Any]:
     """Options of the data set ``synthetic``: the shape of the model's samples. Other data sets need none."""
-    if config.dataset != "synthetic":
+    if config.data.name != "synthetic":
         return {}
-    spec = MODELS.spec(config.model)
+    spec = MODELS.spec(config.model.name)
     shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
     return {**shape, "num_classes": spec.num_classes}
 
 
 def needs_ranks(config: TrainConfig) -> bool:
     """Whether the strategy of the config cannot run on virtual learners."""
-    return "virtual" not in config.make_strategy().traits.transports
+    return "virtual" not in config.checked_strategy.traits.transports
 
 
 def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> None:
@@ -154,23 +156,23 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
     Raises:
         ValueError: it does not run over their connection.
     """
-    strategy = config.make_strategy()
+    strategy, learners = config.checked_strategy, config.strategy.learners
     if isinstance(strategy, Baseline):
         return
-    check_group(strategy, config.learners, config.learners // max(1, num_ranks))
-    if strategy.traits.transports == Traits().transports or config.learners == 1:
+    check_group(strategy, learners, learners // max(1, num_ranks))
+    if strategy.traits.transports == Traits().transports or learners == 1:
         return
     if num_ranks <= 1:
         name = "virtual"
-    elif config.link is not None:
+    elif config.strategy.link is not None:
         name = "link"
-    elif config.learners > num_ranks:
+    elif learners > num_ranks:
         name = "grid"
     else:
-        device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-        may_die = config.on_failure == "shrink"
+        device = "cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu"
+        may_die = config.strategy.on_failure == "shrink"
         name = choose_transport(
-            config.transport, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die
+            config.strategy.transport, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die
         ).name
     check_transport(strategy, name)
 
@@ -178,7 +180,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
     """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
     num_gpus = torch.cuda.device_count()
-    device = "cuda" if num_gpus and config.device != "cpu" else "cpu"
+    device = "cuda" if num_gpus and config.run.device != "cpu" else "cpu"
     return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 
 
@@ -188,19 +190,19 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
     Raises:
         ValueError: the shards do not fit the data set, or the batch does not.
     """
-    parts = None
-    if config.shards != SHARDS[0]:
+    parts, data, learners = None, config.data, config.strategy.learners
+    if data.shards != SHARDS[0]:
         labels = dataset.train.labels.cpu()
-        parts = split(config.shards, labels, config.learners, seed=config.seed, **config.shards_options)
+        parts = split(data.shards, labels, learners, seed=config.run.seed, **data.shards_options)
     return ShardedBatches(
         len(dataset.train),
-        config.batch_size,
-        config.learners,
-        config.seed,
-        config.sampler,
-        config.drop_last,
+        data.batch_size,
+        learners,
+        config.run.seed,
+        data.sampler,
+        data.drop_last,
         parts,
-        config.batch_growth,
+        data.batch_growth,
     )
 
 
@@ -210,58 +212,59 @@ def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
     Raises:
         ValueError: the run ends before the last step of ``batch_growth``.
     """
-    num = config.steps if config.steps is not None else batches.first_step(config.epochs or 0)
-    if config.batch_growth and config.batch_growth[-1][0] >= num:
-        step = config.batch_growth[-1][0]
-        raise ValueError(f"batch_growth has the step {step}: the run ends after {num} steps, take earlier steps")
+    num = config.run.steps if config.run.steps is not None else batches.first_step(config.run.epochs or 0)
+    if config.data.batch_growth and config.data.batch_growth[-1][0] >= num:
+        step = config.data.batch_growth[-1][0]
+        raise ValueError(f"data.batch_growth has the step {step}: the run ends after {num} steps, take earlier steps")
     return num
 
 
 def build_schedule(config: TrainConfig, batches: ShardedBatches) -> Schedule:
     """The learning rate of each step. ValueError as :func:`total_steps`."""
-    of_data = config.schedule_unit == "epochs"
-    lr, unit = config.lr, batches.steps_per_epoch if of_data else 1
+    optimizer, data = config.optimizer, config.data
+    of_data = optimizer.schedule_unit == "epochs"
+    lr, unit = optimizer.lr, batches.steps_per_epoch if of_data else 1
     num_steps = total_steps(config, batches)
-    if config.reference_batch_size is not None:
-        lr = linear_scaling(lr, config.batch_size, config.reference_batch_size)
+    if optimizer.reference_batch_size is not None:
+        lr = linear_scaling(lr, data.batch_size, optimizer.reference_batch_size)
     schedule = SCHEDULES.build(
-        config.schedule,
+        optimizer.schedule,
         lr=lr,
         num_steps=batches.step_without_growth(num_steps) if of_data else num_steps,
-        milestones=[round(mark * unit) for mark in config.milestones],
-        gamma=config.gamma,
+        milestones=[round(mark * unit) for mark in optimizer.milestones],
+        gamma=optimizer.gamma,
         steps_per_unit=unit,
-        **config.schedule_options,
+        **optimizer.schedule_options,
     )
-    schedule = warmup(schedule, round(config.warmup * unit), config.warmup_start)
-    if not config.batch_growth:
+    schedule = warmup(schedule, round(optimizer.warmup * unit), optimizer.warmup_start)
+    if not data.batch_growth:
         return schedule
-    power = GROWTH_POWERS[config.batch_growth_lr]
+    power = GROWTH_POWERS[data.batch_growth_lr]
 
     def grown(step: int) -> float:
         at = batches.step_without_growth(step) if of_data else step
-        return schedule(at) * (batches.batch_size_at(step) / config.batch_size) ** power
+        return schedule(at) * (batches.batch_size_at(step) / data.batch_size) ** power
 
     return grown
 
 
 def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
     """The model of the config for the samples of a data set. ValueError: it refuses an option or these samples."""
-    MODELS.check_input(config.model, dataset.input_shape, dataset.has_tokens)
+    MODELS.check_input(config.model.name, dataset.input_shape, dataset.has_tokens)
     model = MODELS.build(
-        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
+        config.model.name, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model.options
     ).to(device)
-    return model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
+    return model.to(memory_format=torch.channels_last) if config.model.channels_last else model  # type: ignore[call-overload]
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
     return build_optimizer(
-        config.optimizer,
+        config.optimizer.name,
         model,
         lr=schedule(0),
-        options=config.optimizer_options,
-        two_groups=config.param_groups,
-        max_grad_norm=config.max_grad_norm,
+        options=config.optimizer.options,
+        two_groups=config.optimizer.param_groups,
+        max_grad_norm=config.optimizer.max_grad_norm,
     )
 
 
@@ -274,14 +277,16 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     schedule = build_schedule(config, build_batches(config, dataset))
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         _build_optimizer(config, build_model(config, dataset, torch.device("meta")), schedule)
-    strategy, policies = config.make_strategy(), Policies(**config.policies)
+    strategy, policies = config.make_strategy(), Policies(**config.strategy.policies)
     if isinstance(strategy, Strategy):
         policies.check(strategy, None)
-        strategy.setup(config.learners, torch.float32)
+        strategy.setup(config.strategy.learners, torch.float32)
     elif policies != Policies():
         raise ValueError(f"{strategy.name} runs without policies: leave them out")
-    if config.target is not None and config.evaluate_on not in dataset.splits():
-        raise ValueError(f"target is {config.target}: {dataset.name} has no {config.evaluate_on} split, leave it out")
+    if config.run.target is not None and config.run.evaluate_on not in dataset.splits():
+        raise ValueError(
+            f"run.target is {config.run.target}: {dataset.name} has no {config.run.evaluate_on} split, leave it out"
+        )
     check_samples(config, dataset)
 
 
@@ -306,7 +311,7 @@ def build_trainer(
     """
     config, rank = placement.config, placement.world.rank
     batches = build_batches(config, dataset)
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.run.seed)
     model = build_model(config, dataset, placement.device)
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
@@ -320,7 +325,7 @@ def build_trainer(
         handle = join(model, optimizer, strategy, store, **{name: arguments[name] for name in names})
         assert isinstance(handle.comm, ElasticCommunicator)
         rank, learners = handle.comm.rank, [handle.comm.rank]
-    torch.manual_seed(config.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
+    torch.manual_seed(config.run.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     trainer = Trainer(
         handle,
         optimizer,
@@ -330,11 +335,11 @@ def build_trainer(
         stacked=arguments.get("learners") is not None,
         module=model,
         schedule=schedule,
-        accumulation=config.accumulation,
-        label_smoothing=config.label_smoothing,
-        max_grad_norm=None if clips_itself(config.optimizer) else config.max_grad_norm,
-        autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        compile=config.compile,
+        accumulation=config.data.accumulation,
+        label_smoothing=config.optimizer.label_smoothing,
+        max_grad_norm=None if clips_itself(config.optimizer.name) else config.optimizer.max_grad_norm,
+        autocast=torch.bfloat16 if config.model.precision == "bf16" else None,
+        compile=config.model.compile,
     )
     trainer.num_steps = 0 if handle.learner is None else handle.learner.step
     return trainer
@@ -350,15 +355,15 @@ def _arguments(
         "learners": len(placement.learners) if virtual else None,
         "group": dist.group.WORLD if placement.world.world_size > 1 else None,
         "connection": Connection(
-            transport=config.transport,
-            link=config.make_link(),
-            on_failure=config.on_failure,
+            transport=config.strategy.transport,
+            link=config.strategy.make_link(),
+            on_failure=config.strategy.on_failure,
             membership=placement.left,
-            timeout=config.timeout if placement.real and isinstance(strategy, Strategy) else TIMEOUT_SECONDS,
+            timeout=config.strategy.timeout if placement.real and isinstance(strategy, Strategy) else TIMEOUT_SECONDS,
             **buckets,
         ),
-        "policies": Policies(**config.policies) if config.policies else None,
+        "policies": Policies(**config.strategy.policies) if config.strategy.policies else None,
     }
     if isinstance(strategy, Strategy):  # all ranks end the run together, see Loop
-        arguments["on_nonfinite"] = "skip" if config.on_nonfinite == "raise" else config.on_nonfinite
+        arguments["on_nonfinite"] = "skip" if config.strategy.on_nonfinite == "raise" else config.strategy.on_nonfinite
     return arguments

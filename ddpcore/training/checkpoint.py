@@ -19,6 +19,7 @@ from ddpcore.comm.errors import Call
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
+from ddpcore.records.config import nested
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack
@@ -249,7 +250,9 @@ def members_left(folder: Path) -> Membership | None:
             manifest = json.loads(read_file(path / MANIFEST))["manifest"]
             if "members" not in manifest:
                 return None
-            return Membership(tuple(map(int, manifest["members"])), first=int(manifest["config"]["learners"]))
+            return Membership(
+                tuple(map(int, manifest["members"])), first=int(nested(manifest["config"])["strategy"]["learners"])
+            )
         except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
             continue
     return None

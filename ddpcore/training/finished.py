@@ -55,7 +55,7 @@ class FinishedRun:
         record = RunRecord.read(path)
         config = TrainConfig.from_dict(record.header.get("config", {}))
         if data_dir is not None:
-            config = replace(config, data_dir=str(data_dir))
+            config = config.overridden({"data": {"data_dir": str(data_dir)}})
         if not (path / MODEL).is_file():
             state = "it has not ended" if not record.final else "its model was not finite" if record.final.get(
                 "diverged") else "the file was removed"  # fmt: skip
@@ -63,7 +63,7 @@ class FinishedRun:
         dataset = read_dataset(config, first=False)
         if record.header.get("dataset_digest") not in (None, dataset.digest()):
             raise ValueError(
-                f"{shown(path)} was trained on other samples than {config.dataset!r} has here: check data_dir"
+                f"{shown(path)} was trained on other samples than {config.data.name!r} has here: check data_dir"
             )
         device = LearnerPlacement.of(config, None).device
         model = build_model(config, dataset, device)

@@ -77,7 +77,7 @@ class Loop:
                         raise
                     progress.diverged, progress.reason = True, str(error)
                     break
-                progress.add(losses_L, only_finite=self.config.on_nonfinite != "raise")
+                progress.add(losses_L, only_finite=self.config.strategy.on_nonfinite != "raise")
                 if self.steps is not None:
                     self.steps.add(losses_L)
             self._welcome()
@@ -87,7 +87,7 @@ class Loop:
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
                 num_found = len(trainer.handle.nonfinite)
                 loss, stop, num_found = progress.check(
-                    self.comm, stop_signal.asked, self.config.diverged_above, num_found
+                    self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
                 if num_found:
                     self._collect(num_found)
@@ -119,7 +119,7 @@ class Loop:
 
     def _has_reached_target(self) -> bool:
         """Whether an evaluation has reached the config's target."""
-        target, best = self.config.target, self.progress.best
+        target, best = self.config.run.target, self.progress.best
         return target is not None and best is not None and best["accuracy"] >= target
 
     def _collect(self, num_found: int) -> None:
@@ -141,11 +141,11 @@ class Loop:
                 learner=None if learner < 0 else learner,
                 parameter=names[index],
                 what="gradient",
-                action=self.config.on_nonfinite,
+                action=self.config.strategy.on_nonfinite,
             )
             for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
         ]
-        if self.config.on_nonfinite == "raise":
+        if self.config.strategy.on_nonfinite == "raise":
             self.progress.diverged, self.progress.reason = True, str(events[0])
         if self.writer is not None:
             for event in events:
@@ -180,10 +180,10 @@ class Loop:
                 self.writer.write(row)
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
-        every = self.config.checkpoint_every
+        every = self.config.run.checkpoint_every
         if every == 0 or self.progress.diverged:
             return False
-        return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.keep_best)
+        return (epoch_ends if every is None else step % every == 0) or (is_best and self.config.run.keep_best)
 
     def _end_epoch(self) -> bool:
         """Evaluate if it is due, and write the row of the epoch. True: this evaluation is the best so far."""
@@ -208,12 +208,12 @@ class Loop:
                 "consensus_distance": trainer.handle.consensus_distance() if self.comm.num_learners > 1 else None,
             }
             is_best = False
-            is_due = step == self.total_steps or (config.evaluate_every and epoch % config.evaluate_every == 0)
+            is_due = step == self.total_steps or (config.run.evaluate_every and epoch % config.run.evaluate_every == 0)
             if is_due and not progress.diverged:
-                evaluation = trainer.evaluate(self._evaluation_model(), config.evaluate_on)
+                evaluation = trainer.evaluate(self._evaluation_model(), config.run.evaluate_on)
                 if evaluation is not None:
                     is_best = progress.evaluated(evaluation.scores.accuracy, evaluation.loss, epoch, step)
-                    row |= {"split": config.evaluate_on, **evaluation.to_dict()}
+                    row |= {"split": config.run.evaluate_on, **evaluation.to_dict()}
             total = progress.total_seconds
             row |= {"evaluation_seconds": total - before, "total_seconds": total}
             if self.writer is not None:
@@ -221,19 +221,21 @@ class Loop:
         return is_best
 
     def _evaluation_model(self) -> nn.Module:
-        return self.trainer.evaluation_model(self.config.evaluation_batch_norm, self.config.recalibration_batches)
+        return self.trainer.evaluation_model(
+            self.config.run.evaluation_batch_norm, self.config.run.recalibration_batches
+        )
 
     def _end(self) -> None:
         """Write the final model and the last row."""
         progress, best = self.progress, self.progress.best or {}
         model, test = self._evaluation_model(), None
-        if self.config.evaluate_on == "validation" and not progress.diverged:
+        if self.config.run.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
         self._note_changes()  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        if self.config.save_nonfinite or is_finite(tensors.values()):
+        if self.config.run.save_nonfinite or is_finite(tensors.values()):
             self.writer.write_model(load_safetensors().torch.save(tensors))
         self.writer.write(
             {
@@ -252,12 +254,12 @@ class Loop:
 
     def _flatness(self, model: nn.Module) -> dict[str, Any]:
         """Columns of the last row: the flatness, or the reason why it is missing although the config requests it."""
-        config, flat, reason = self.config, None, None
-        if config.flatness_samples and self.progress.diverged:
+        run, flat, reason = self.config.run, None, None
+        if run.flatness_samples and self.progress.diverged:
             reason = "the run diverged"
-        elif config.flatness_samples:
+        elif run.flatness_samples:
             try:
-                flat = flatness_of(model, self.trainer.dataset, num_samples=config.flatness_samples, seed=config.seed)
+                flat = flatness_of(model, self.trainer.dataset, num_samples=run.flatness_samples, seed=run.seed)
             except Exception as error:  # no error of this kind may lose the finished training
                 reason = f"{type(error).__name__}: {error}"
         return {"flatness": flat, "flatness_reason": reason}
@@ -275,7 +277,7 @@ class Loop:
     def _try_to_save(self) -> bool:
         """Save, unless a number is not finite, or a rank dies before."""
         members, state = self.checkpoints.members, self.trainer.state_dict()
-        if not self.config.save_nonfinite:
+        if not self.config.run.save_nonfinite:
             is_bad = not is_finite(tensors_of(state))
             bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
             if bool(self.comm.gather(bad_L).any()):
@@ -295,8 +297,8 @@ class Loop:
                 "progress": self.progress.state_dict(),
                 "statistics": self.measured.state_dict(),
             },
-            keep_last=self.config.keep_last,
-            best=best["step"] if best is not None and self.config.keep_best else None,
+            keep_last=self.config.run.keep_last,
+            best=best["step"] if best is not None and self.config.run.keep_best else None,
         )
         return True
 

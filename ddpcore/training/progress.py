@@ -138,7 +138,7 @@ class Progress:
         return {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
 
     def take(self, shared: dict[str, Any]) -> None:
-        """As a rank that joins: all steps so far are those of others, so they count as lost here."""
+        """Adopt the progress of the run to join; steps before joining count as lost."""
         for name, value in shared.items():
             setattr(self, name, value)
         self.epoch_lost_L.fill_(self.epoch_steps)

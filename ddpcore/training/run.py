@@ -71,7 +71,7 @@ def train(
         Interrupted: a signal stopped the run, and it is saved.
     """
     out = Path(out)
-    may_shrink = config.on_failure == "shrink" and world is not None and world.world_size > 1
+    may_shrink = config.strategy.on_failure == "shrink" and world is not None and world.world_size > 1
     left = members_left(out / CHECKPOINTS) if resume and may_shrink else None
     placement = LearnerPlacement.of(config, world, left)
     load_safetensors()  # a missing package is reported before the training
@@ -145,7 +145,7 @@ def _train(
         folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
-    recorder = StepRecorder(out, rank, trainer) if config.record_steps else nullcontext()
+    recorder = StepRecorder(out, rank, trainer) if config.run.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
     if is_first and comm is not None:
@@ -264,9 +264,9 @@ def _writer(
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:
     """Edges and spectral gap of the topology, for a drawing; None without neighbours, or with too many to draw."""
-    has_neighbours = getattr(config.make_strategy(), "topology", None) is not None
-    if not has_neighbours or not 1 < config.learners <= MOST_DRAWN:
+    topology = getattr(config.checked_strategy, "topology", None)
+    num = config.strategy.learners
+    if topology is None or not 1 < num <= MOST_DRAWN:
         return None
     topology = config.make_topology()
-    gap = describe(topology, config.learners).spectral_gap
-    return {"num_learners": config.learners, "spectral_gap": gap, "edges": edges_of(topology, config.learners)}
+    return {"num_learners": num, "spectral_gap": describe(topology, num).spectral_gap, "edges": edges_of(topology, num)}

@@ -37,7 +37,7 @@ class Measurements:
 
     @classmethod
     def of(cls, config: TrainConfig, trainer: Trainer) -> Measurements:
-        """Those of a trainer before its first step. ValueError as the functions below."""
+        """The measurements that the config asks for, of a trainer before its first step. ValueError as below."""
         return cls(noise=noise_statistics(config, trainer), hessian=hessian_statistics(config, trainer))
 
     def new_rows(self) -> list[dict[str, Any]]:
@@ -74,18 +74,18 @@ def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics |
     Raises:
         ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
     """
-    if not config.statistics_every:
+    if not config.run.statistics_every:
         return None
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
-    parts_of_all = _fixed_parts(trainer, "statistics_samples", config.statistics_samples, config.seed)
+    parts_of_all = _fixed_parts(trainer, "statistics_samples", config.run.statistics_samples, config.run.seed)
     num = n * sum(part.shape[1] for part in parts_of_all)
     size = trainer.batches.batch_size // n
-    is_all = config.statistics_samples in (None, total)
+    is_all = config.run.statistics_samples in (None, total)
     kind = "the training set" if is_all else f"a part of the training set, {num} samples"
     return NoiseStatistics(
         trainer.handle,
         trainer.optimizer,
-        config.statistics_every,
+        config.run.statistics_every,
         batch_size=size,
         loss=lambda: _loss_of(trainer, trainer.parts()),
         full_loss=lambda: _loss_of(trainer, parts_of_all),
@@ -106,18 +106,18 @@ def hessian_statistics(config: TrainConfig, trainer: Trainer) -> HessianStatisti
         ValueError: the training set is smaller than ``hessian_samples``, or has fewer samples than learners; or the
             model has fewer parameters than ``hessian_top`` eigenvectors.
     """
-    if not config.hessian_every:
+    if not config.run.hessian_every:
         return None
     num_parameters = sum(one.numel() for one in trainer.module.parameters() if one.requires_grad)
-    check_range("hessian_top", config.hessian_top, most=num_parameters - 1)
-    parts = _fixed_parts(trainer, "hessian_samples", config.hessian_samples, config.seed)
+    check_range("hessian_top", config.run.hessian_top, most=num_parameters - 1)
+    parts = _fixed_parts(trainer, "hessian_samples", config.run.hessian_samples, config.run.seed)
     return HessianStatistics(
         trainer.handle,
         lambda: _loss_of(trainer, parts),
         optimizer=trainer.optimizer,
-        every=config.hessian_every,
-        top=config.hessian_top,
-        seed=config.seed,
+        every=config.run.hessian_every,
+        top=config.run.hessian_top,
+        seed=config.run.seed,
     )
 
 
@@ -159,12 +159,13 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
 
 def check_samples(config: TrainConfig, dataset: Dataset) -> None:
     """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
-    if config.statistics_every and config.statistics_samples is not None:
-        random_samples(dataset, "statistics_samples", config.statistics_samples, config.learners, config.seed)
-    if config.hessian_every and config.hessian_samples is not None:
-        random_samples(dataset, "hessian_samples", config.hessian_samples, config.learners, config.seed)
-    if config.flatness_samples:
-        random_samples(dataset, "flatness_samples", config.flatness_samples, 1, config.seed)
+    run, learners = config.run, config.strategy.learners
+    if run.statistics_every and run.statistics_samples is not None:
+        random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
+    if run.hessian_every and run.hessian_samples is not None:
+        random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
+    if run.flatness_samples:
+        random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
 
 
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:

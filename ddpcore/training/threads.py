@@ -30,7 +30,7 @@ def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float
         dataset: the data set.
         num_ranks: ranks that share the batch.
     """
-    num_samples = max(1, config.batch_size // (num_ranks * config.accumulation))
+    num_samples = max(1, config.data.batch_size // (num_ranks * config.data.accumulation))
     dtype = torch.int64 if dataset.has_tokens else torch.float32
     inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -68,7 +68,7 @@ def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterat
         num_ranks: ranks that share the batch.
     """
     before = torch.get_num_threads()
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     if on_cpu and before > 1 and forward_work(config, dataset, num_ranks) < LEAST_WORK:
         torch.set_num_threads(1)
     try:

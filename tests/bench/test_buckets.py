@@ -110,13 +110,13 @@ REFUSED = [
     ("--steps 0", "--steps is 0"),
     ("--world-size 0", "--world-size is 0"),
     ("--world-size 1", "communication needs two ranks"),
-    ("--batch-size 3", "batch size 3"),
-    ("--model vgg", "--model: unknown model 'vgg'"),
-    ("--model mlp --model-options width=3", "model mlp has no option 'width'"),
-    ("--model mlp --model-options hidden", "'hidden' is not of the form key=value"),
-    ("--transport tcp", "--transport is 'tcp'"),
-    ("--transport ipc", "--transport ipc is for ranks on cuda"),
-    ("--device cuda", "--device cuda"),
+    ("data.batch_size=3", "batch size 3"),
+    ("model=vgg", "model: unknown model 'vgg'"),
+    ("model=mlp model.width=3", "model mlp has no option 'width'"),
+    ("model=mlp model.hidden", "model.hidden: write KEY=VALUE, such as"),
+    ("strategy.transport=tcp", "strategy.transport is 'tcp'"),
+    ("strategy.transport=ipc", "transport ipc is for ranks on cuda"),
+    ("run.device=cuda", "run.device=cuda"),
     ("--json nowhere/out.json", "--json: the folder"),
     ("--plot nowhere/out.png", "--plot: the folder"),
     ("--plot out.jpg", "ends in neither .png nor .svg"),
@@ -180,8 +180,8 @@ def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_two_ranks(tmp_path: Path) -> None:
     """The buckets of each size are reported; sizes that build the same buckets are measured once."""
-    line = "buckets --world-size 2 --model mlp --model-options hidden=160x100x20 --bucket-mb 0.05,10,one"
-    line += " --batch-size 8 --rounds 2 --steps 1"
+    line = "buckets --world-size 2 model=mlp model.hidden=[160,100,20] --bucket-mb 0.05,10,one"
+    line += " data.batch_size=8 --rounds 2 --steps 1"
     words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")
     done = ranks.python(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr

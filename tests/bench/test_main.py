@@ -137,36 +137,43 @@ REFUSED = [
     ("--world-size 0", "--world-size is 0"),
     ("--world-size -2", "--world-size is -2"),
     ("--strategies sgd", "--strategies: unknown strategy 'sgd'"),
-    ("--model vgg", "--model: unknown model 'vgg'"),
-    ("--dataset imagenet", "--dataset: unknown data set 'imagenet'"),
-    ("--topology moebius", "--topology: unknown topology 'moebius'"),
-    ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
-    ("--local-size 0", "--local-size is 0"),
+    ("model=vgg", "model: unknown model 'vgg'"),
+    ("data=imagenet", "data: unknown data set 'imagenet'"),
+    ("strategy.topology=moebius", "strategy.topology: unknown topology 'moebius'"),
+    ("strategy.topology=hypercube --world-size 6 data.batch_size=12", "6 learners are no power of two"),
+    ("strategy.topology=hierarchical strategy.topology.local_size=0", "local_size is 0"),
     ("--backend mpi", "--backend is 'mpi'"),
-    ("--device tpu", "--device is 'tpu'"),
-    ("--lr nan", "--lr is nan"),
-    ("--lr -1", "--lr is -1"),
-    ("--momentum nan", "--momentum is nan"),
-    ("--batch-size 3 --world-size 4", "batch size 3"),
-    ("--batch-size 10 --world-size 4", "not a multiple"),
-    ("--batch-size 100000 --world-size 4", "only 1400 samples"),
+    ("run.device=tpu", "run.device is 'tpu'"),
+    ("optimizer.lr=nan", "optimizer.lr is nan"),
+    ("optimizer.lr=-1", "optimizer.lr is -1"),
+    ("optimizer.momentum=nan", "momentum is nan"),
+    ("data.batch_size=3 --world-size 4", "batch size 3"),
+    ("data.batch_size=10 --world-size 4", "not a multiple"),
+    ("data.batch_size=100000 --world-size 4", "only 1400 samples"),
     ("--backend nccl", "--backend nccl needs a GPU"),
-    ("--device cuda", "--device cuda"),
-    ("--dataset mnist --model lenet5", "--data-dir"),
-    ("--dataset mnist --model lenet5 --data-dir nowhere", "no such file"),
-    ("--dataset cifar10 --model lenet5", "--data-dir"),
-    ("--dataset cifar100 --model resnet18 --data-dir nowhere", "holds neither cifar-100-python nor cifar-100-binary"),
-    ("--dataset mnist --model mlp --download", "--data-dir"),
-    ("--normalize --dataset synthetic", "leave normalize out"),
-    ("--augment", "leave augment out"),
+    ("run.device=cuda", "run.device=cuda"),
+    ("data=mnist model=lenet5", "--data-dir"),
+    ("data=mnist model=lenet5 data.data_dir=nowhere", "no such file"),
+    ("data=cifar10 model=lenet5", "--data-dir"),
+    ("data=cifar100 model=resnet18 data.data_dir=nowhere", "holds neither cifar-100-python nor cifar-100-binary"),
+    ("data=mnist model=mlp data.download=true", "--data-dir"),
+    ("data.normalize=true data=synthetic", "leave normalize out"),
+    ("data.augment=true", "leave augment out"),
     ("--backend virtual --strategies ddp", "ddp needs real ranks"),
-    ("--steps 0", "--steps is 0"),
-    ("--period 0", "--period is 0"),
-    ("--timeout 0", "--timeout is 0.0: it must be above 0"),
-    ("--timeout -1", "--timeout is -1.0: it must be above 0"),
-    ("--timeout inf", "--timeout is inf"),
-    ("--steps many", "--steps"),
-    ("--lr fast", "--lr"),
+    ("run.steps=0", "run.steps is 0"),
+    ("strategy.period=0", "period is 0"),
+    ("strategy.timeout=0", "strategy.timeout is 0.0: it must be above 0"),
+    ("strategy.timeout=-1", "strategy.timeout is -1.0: it must be above 0"),
+    ("strategy.timeout=inf", "strategy.timeout is inf"),
+    ("run.steps=many", "run.steps is 'many': it must be a whole number"),
+    ("--lr 0.1", "--lr"),
+    ("lr=0.1", "a training run has no 'lr': write optimizer.lr"),
+    ("strategy=dpsgd", "strategy.name is set: use --strategies"),
+    ("strategy.learners=3", "strategy.learners is set: use --world-size"),
+    ("run.epochs=3", "run.epochs is set: a bench uses steps, seed, device of a run alone"),
+    ("--strategies ssgd strategy.period=4", "no strategy of ssgd has the option 'period': it takes none"),
+    ("--strategies local_sgd strategy.perod=4", "has the option 'perod': did you mean 'period'?"),
+    ("optimizer.lr=fast", "optimizer.lr is 'fast'"),
     ("--frobnicate 3", "--frobnicate"),
     ("--json nowhere/out.json", "does not exist"),
     ("--json .", "--json"),
@@ -182,7 +189,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 @pytest.mark.parametrize("damage", [gone, truncated, mislabelled, broken_gzip], ids=lambda damage: damage.__name__)
 def test_refused_files(damage: Callable[[Path], None], mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(mnist / "MNIST" / "raw")
-    line = f"--dataset mnist --model lenet5 --batch-size 16 --data-dir {mnist} --json out.json"
+    line = f"data=mnist model=lenet5 data.batch_size=16 data.data_dir={mnist} --json out.json"
     assert bench.main(line.split()) == 2
     check_refusal(capsys.readouterr().err, "ubyte")
     assert not (mnist.parent / "out.json").exists()
@@ -191,7 +198,7 @@ def test_refused_files(damage: Callable[[Path], None], mnist: Path, capsys: pyte
 @pytest.mark.usefixtures("no_launch")
 def test_refused_model(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that does not accept the data: the message names models that do."""
-    assert bench.main(f"--dataset mnist --model simplenet --batch-size 16 --data-dir {mnist}".split()) == 2
+    assert bench.main(f"data=mnist model=simplenet data.batch_size=16 data.data_dir={mnist}".split()) == 2
     errors = capsys.readouterr().err
     check_refusal(errors, "model simplenet")
     assert "lenet5" in errors
@@ -203,14 +210,14 @@ def test_a_rank_of_torchrun_names_itself(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        assert bench.main(["--steps", "0"]) == 2
-        assert capsys.readouterr().err == f"ddpcore.bench, rank {rank}: --steps is 0: it must be at least 1\n"
+        assert bench.main(["run.steps=0"]) == 2
+        assert capsys.readouterr().err == f"ddpcore.bench, rank {rank}: run.steps is 0: it must be at least 1\n"
 
 
 @pytest.mark.usefixtures("no_launch")
 @pytest.mark.parametrize(
     ("variables", "line"),
-    [({"RANK": "a", "WORLD_SIZE": "2"}, ""), ({}, "--seed 99999999999999999999"), ({}, "--json /proc/x.json")],
+    [({"RANK": "a", "WORLD_SIZE": "2"}, ""), ({}, "run.seed=99999999999999999999"), ({}, "--json /proc/x.json")],
 )
 def test_refused_before_anything_starts(
     variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -221,7 +228,7 @@ def test_refused_before_anything_starts(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["--world-size 0 --json out.json", "--lr nan --json out.json"])
+@pytest.mark.parametrize("line", ["--world-size 0 --json out.json", "optimizer.lr=nan --json out.json"])
 def test_refused_as_a_process(line: str, tmp_path: Path) -> None:
     done = command(line, tmp_path)
     assert done.returncode == 2
@@ -235,7 +242,7 @@ def test_refused_as_a_process(line: str, tmp_path: Path) -> None:
 
 def test_edges_that_go_two_ways_are_counted(tmp_path: Path) -> None:
     """Here all ranks are on one host, whatever was requested."""
-    line = "--world-size 2 --steps 2 --batch-size 32 --strategies ssgd,dpsgd --transport mixed"
+    line = "--world-size 2 run.steps=2 data.batch_size=32 --strategies ssgd,dpsgd strategy.transport=mixed"
     environment, _, text = rows_of(line, tmp_path)
     said = "dpsgd: 1 host: shared memory inside a host (1 edge), torch.distributed, gloo, between hosts (0 edges)"
     assert [note for note in environment["notes"] if "host" in note] == [f"{said} and for averages of all ranks"]
@@ -244,7 +251,7 @@ def test_edges_that_go_two_ways_are_counted(tmp_path: Path) -> None:
 
 def test_default_strategies_twice(tmp_path: Path) -> None:
     """Two real ranks. The same seed gives the same losses, bit for bit, however the ranks were started."""
-    line = "--world-size 2 --steps 6 --batch-size 32 --seed 3 --period 2"
+    line = "--world-size 2 run.steps=6 data.batch_size=32 run.seed=3 strategy.period=2"
     environment, rows, text = rows_of(line, tmp_path)
     assert list(rows) == ["ddp", "ssgd", "dpsgd", "local_sgd"]
     assert (environment["backend"], environment["transport"]) == ("gloo", "shm")
@@ -275,10 +282,10 @@ def test_default_strategies_twice(tmp_path: Path) -> None:
 
 
 def test_virtual_learners_have_the_losses_of_real_ranks(tmp_path: Path) -> None:
-    line = "--world-size 3 --steps 5 --batch-size 30 --strategies ssgd,dpsgd,local_sgd --period 2"
+    line = "--world-size 3 run.steps=5 data.batch_size=30 --strategies ssgd,dpsgd,local_sgd strategy.period=2"
     environment, virtual, _ = rows_of(f"{line} --backend virtual", tmp_path)
     assert (environment["backend"], environment["transport"]) == ("virtual", None)
-    _, real, _ = rows_of(f"{line} --backend gloo --transport pg", tmp_path)
+    _, real, _ = rows_of(f"{line} --backend gloo strategy.transport=pg", tmp_path)
     for name, row in virtual.items():
         assert row["loss_first"] == pytest.approx(real[name]["loss_first"], rel=1e-6)
         assert row["loss_last"] == pytest.approx(real[name]["loss_last"], rel=1e-5)
@@ -294,11 +301,11 @@ def test_ranks_of_torchrun_do_not_download(monkeypatch: pytest.MonkeyPatch, caps
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(run, "build_dataset", lambda *args, **more: pytest.fail("data were read"))
-    assert bench.main(["--dataset", "mnist", "--model", "mlp", "--data-dir", ".", "--download"]) == 2
-    assert "--download under torchrun" in capsys.readouterr().err
+    assert bench.main(["data=mnist", "model=mlp", "data.data_dir=.", "data.download=true"]) == 2
+    assert "data.download under torchrun" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", ["", "--augment --normalize"])
+@pytest.mark.parametrize("options", ["", "data.augment=true data.normalize=true"])
 def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) -> None:
     """Real ranks and virtual learners get the same augmented batches. The model has no dropout, unlike LeNet-5."""
     folder = tmp_path / "data" / "cifar-10-batches-bin"
@@ -307,7 +314,7 @@ def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) ->
     records[:, :, 0] %= 10
     for name, part in zip([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], records, strict=True):
         (folder / f"{name}.bin").write_bytes(part.tobytes())
-    line = f"--world-size 2 --steps 6 --batch-size 20 --dataset cifar10 --data-dir {folder.parent} --model simple_cnn"
+    line = f"--world-size 2 run.steps=6 data.batch_size=20 data=cifar10 data.data_dir={folder.parent} model=simple_cnn"
     rows = {}
     for backend in ("gloo", "virtual"):
         _, rows[backend], _ = rows_of(f"{line} --strategies ssgd --backend {backend} {options}", tmp_path)
@@ -320,7 +327,7 @@ def test_cifar_on_ranks_and_as_virtual_learners(options: str, tmp_path: Path) ->
 def test_virtual_learners_on_mnist_leave_ddp_out_with_a_note(mnist: Path) -> None:
     """A model with buffers, convolutions and dropout."""
     line = (
-        f"--world-size 2 --steps 2 --batch-size 8 --backend virtual --dataset mnist --data-dir {mnist} --model lenet5"
+        f"--world-size 2 run.steps=2 data.batch_size=8 --backend virtual data=mnist data.data_dir={mnist} model=lenet5"
     )
     environment, rows, text = rows_of(line, mnist.parent)
     assert list(rows) == ["ssgd", "dpsgd", "local_sgd"]
@@ -331,7 +338,7 @@ def test_virtual_learners_on_mnist_leave_ddp_out_with_a_note(mnist: Path) -> Non
 
 def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
     """The test error is that of the whole test set; single is one learner on the whole batch."""
-    line = f"--world-size 2 --steps 4 --batch-size 16 --dataset mnist --data-dir {mnist} --model mlp"
+    line = f"--world-size 2 run.steps=4 data.batch_size=16 data=mnist data.data_dir={mnist} model=mlp"
     _, rows, _ = rows_of(f"{line} --strategies single,ddp,dpsgd", mnist.parent)
     for row in rows.values():
         assert 0 <= row["test_error_pct"] <= 100
@@ -346,7 +353,7 @@ def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
 
 
 def test_one_step_and_one_learner(tmp_path: Path) -> None:
-    _, rows, _ = rows_of("--world-size 1 --steps 1 --batch-size 8", tmp_path)
+    _, rows, _ = rows_of("--world-size 1 run.steps=1 data.batch_size=8", tmp_path)
     for row in rows.values():
         assert row["loss_first"] == row["loss_last"]
         assert row["bytes_per_step"] == 0
@@ -355,7 +362,7 @@ def test_one_step_and_one_learner(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges(tmp_path: Path) -> None:
     """A diverged loss is null in strict JSON and a word in the table; the exit code is 0."""
-    _, rows, text = rows_of("--world-size 2 --steps 6 --batch-size 16 --lr 1e30", tmp_path)
+    _, rows, text = rows_of("--world-size 2 run.steps=6 data.batch_size=16 optimizer.lr=1e30", tmp_path)
     for row in rows.values():
         assert row["loss_last"] is None
         assert row["loss_first"] is not None
@@ -365,9 +372,9 @@ def test_a_run_that_diverges(tmp_path: Path) -> None:
 
 def test_options_reach_the_model_and_the_data_set(tmp_path: Path) -> None:
     line = (
-        "--model speech_lstm --model-options depth=1,width=4,bottleneck=3 --dataset synthetic_speech "
-        "--dataset-options num_classes=5,num_frames=3,num_features=6,num_samples=50 "
-        "--backend virtual --world-size 2 --strategies ssgd --batch-size 8 --steps 10"
+        "model=speech_lstm model.depth=1 model.width=4 model.bottleneck=3 data=synthetic_speech "
+        "data.num_classes=5 data.num_frames=3 data.num_features=6 data.num_samples=50 "
+        "--backend virtual --world-size 2 --strategies ssgd data.batch_size=8 run.steps=10"
     )
     _, rows, _ = rows_of(line, tmp_path)
     num_parameters, num_tensors = 2 * 4 * 4 * (6 + 4 + 2) + (8 * 3 + 3) + (3 * 5 + 5), 12

@@ -44,7 +44,7 @@ def test_local_sgd_pays_once_a_period() -> None:
 
 def test_one_bench_a_topology_and_transport() -> None:
     benches = PredictConfig(topology=("ring", "star"), transport=("shm", "pg")).benches()
-    assert [(one.transport, one.topology) for one in benches] == [
+    assert [(one.value("strategy.transport"), one.value("strategy.topology")) for one in benches] == [
         ("shm", "ring"), ("shm", "star"), ("pg", "ring"), ("pg", "star"),
     ]  # fmt: skip
 
@@ -52,14 +52,14 @@ def test_one_bench_a_topology_and_transport() -> None:
 REFUSED = [
     ("--strategies ddp", "--strategies is 'ddp'"),
     ("--topology moebius", "--topology: unknown topology 'moebius'"),
-    ("--topology hypercube --world-size 6 --batch-size 12", "6 learners are no power of two"),
+    ("--topology hypercube --world-size 6 data.batch_size=12", "6 learners are no power of two"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
     ("--transport tcp", "--transport is 'tcp'"),
     ("--bucket-mb x", "'x' is not a size"),
     ("--bucket-mb 1,1", "names one twice"),
     ("--rounds 0", "--rounds is 0"),
     ("--period 0", "--period is 0"),
-    ("--batch-size 3", "batch size 3"),
+    ("data.batch_size=3", "batch size 3"),
     ("--world-size 0", "--world-size is 0"),
     ("--world-size 1", "communication needs two ranks"),
     ("--json nowhere/out.json", "does not exist"),
@@ -74,7 +74,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 
 def test_two_ranks(tmp_path: Path) -> None:
     """A row per strategy, bucket size, topology and transport; strategies without topology have one per transport."""
-    line = "predict --world-size 2 --model lenet5 --batch-size 8 --rounds 2 --period 2 --transport shm,pg"
+    line = "predict --world-size 2 model=lenet5 data.batch_size=8 --rounds 2 --period 2 --transport shm,pg"
     line += " --bucket-mb 0.05,25 --topology ring,random_pair"
     words = ("-m", "ddpcore.bench", *line.split(), "--json", "out.json")
     done = ranks.python(*words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")

@@ -71,8 +71,9 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
     return seen | more
 
 
-def resolved_of(**values: Any) -> ResolvedConfig:
-    return resolve(BenchConfig(batch_size=100, steps=11, device="cpu", **values), world_size=2, num_gpus=0)
+def resolved_of(*settings: str, **values: Any) -> ResolvedConfig:
+    settings = ("data.batch_size=100", "run.steps=11", "run.device=cpu", *settings)
+    return resolve(BenchConfig(settings=settings, **values), world_size=2, num_gpus=0)
 
 
 def test_rows() -> None:
@@ -85,7 +86,7 @@ def test_rows() -> None:
         result("compute", 0.2, 10),
         result("own_compute", 0.1875, 10),
     ]
-    rows = {row["strategy"]: row for row in to_json(run._rows(resolved_of(topology="ring"), results))}
+    rows = {row["strategy"]: row for row in to_json(run._rows(resolved_of("strategy.topology=ring"), results))}
     assert list(rows) == ["ddp", "dpsgd", "local_sgd", "single"], "hidden contenders have no row"
     assert rows["ddp"]["samples_per_s"] == pytest.approx(200)
     assert rows["dpsgd"]["samples_per_s"] == pytest.approx(400)
@@ -163,21 +164,41 @@ def test_samples_of_a_block_in_which_a_rank_died() -> None:
     [
         (
             {"strategies": ("ssgd", "ddp")},
-            "--on-failure shrink: ddp ends when a rank dies, leave it out of --strategies",
+            "strategy.on_failure=shrink: ddp ends when a rank dies, leave it out of --strategies",
         ),
-        ({"strategies": ("single",)}, "--on-failure shrink: single ends when a rank dies"),
-        ({"backend": "virtual"}, "--on-failure shrink is for real ranks, and these learners are virtual: leave it out"),
+        ({"strategies": ("single",)}, "strategy.on_failure=shrink: single ends when a rank dies"),
+        (
+            {"backend": "virtual"},
+            "strategy.on_failure=shrink is for real ranks, and these learners are virtual",
+        ),
         ({"world_size": 2}, "2 learners must be left, and learners is 2: take more"),
     ],
 )
 def test_what_cannot_go_on_without_a_rank_is_refused(options: dict[str, Any], message: str) -> None:
-    config = BenchConfig(batch_size=60, device="cpu", on_failure="shrink", **options)
+    config = BenchConfig(
+        settings=(
+            "data.batch_size=60",
+            "run.device=cpu",
+            "strategy.on_failure=shrink",
+        ),
+        **options,
+    )
     with pytest.raises(ValueError, match=message) as error:
         resolve(config, world_size=config.world_size or 3, num_gpus=0)
     assert "\n" not in str(error.value)
 
 
 def test_ddp_is_left_out_with_a_note() -> None:
-    resolved = resolve(BenchConfig(batch_size=60, device="cpu", on_failure="shrink"), world_size=3, num_gpus=0)
+    resolved = resolve(
+        BenchConfig(
+            settings=(
+                "data.batch_size=60",
+                "run.device=cpu",
+                "strategy.on_failure=shrink",
+            )
+        ),
+        world_size=3,
+        num_gpus=0,
+    )
     assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
     assert resolved.notes == ("ddp ends when a rank dies and is left out: the ratio to it is unknown",)

@@ -21,7 +21,17 @@ from ddpcore.runtime.launch import World
 
 def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = MODELS.spec("lenet5")
-    resolved = resolve(BenchConfig(model="lenet5", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
+    resolved = resolve(
+        BenchConfig(
+            settings=(
+                "model=lenet5",
+                "data.batch_size=8",
+                "run.device=cpu",
+            )
+        ),
+        world_size=1,
+        num_gpus=0,
+    )
     dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     one = contender.build_contender(contender.COMPUTE, resolved, World(), dataset)
     timer = StepTimer(one)
@@ -54,7 +64,17 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_the_work_of_our_strategies_without_communication_has_their_optimizer() -> None:
     spec = MODELS.spec("mlp")
-    resolved = resolve(BenchConfig(model="mlp", batch_size=8, device="cpu"), world_size=1, num_gpus=0)
+    resolved = resolve(
+        BenchConfig(
+            settings=(
+                "model=mlp",
+                "data.batch_size=8",
+                "run.device=cpu",
+            )
+        ),
+        world_size=1,
+        num_gpus=0,
+    )
     dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     kinds = {}
     for name in ("ssgd", "ddp"):

@@ -75,7 +75,8 @@ def test_wandb_takes_the_rows_of_a_record(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(import wandb\n.*?)^```$", TRAINING.read_text(), re.MULTILINE | re.DOTALL)
     before = (
         "from ddpcore.training import TrainConfig, train\n"
-        "config = TrainConfig(model='mlp', dataset='digits', batch_size=100, epochs=2, strategy='dpsgd', learners=4)\n"
+        "config = TrainConfig.from_dict({'model': 'mlp', 'data': {'name': 'digits', 'batch_size': 100},\n"
+        "    'strategy': {'name': 'dpsgd', 'learners': 4}, 'run': {'epochs': 2}})\n"
     )
     after = "print(log.summary['train_loss'])\nlog.finish()\n"
     (tmp_path / "log.py").write_text(before + block + after)

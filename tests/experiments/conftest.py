@@ -18,24 +18,24 @@ seeds = 2
 
 [shared]
 model = "simplenet"
-dataset = "synthetic"
-batch_size = 100
-steps = 4
-device = "cpu"
-checkpoint_every = 0
+data.name = "synthetic"
+data.batch_size = 100
+run.steps = 4
+run.device = "cpu"
+run.checkpoint_every = 0
 
 [groups.fast]
-lr = 0.5
-scales = { smoke = { lr = 0.25 } }
+optimizer.lr = 0.5
+scales = { smoke = { optimizer.lr = 0.25 } }
 
 [scales.smoke]
-steps = 2
+run.steps = 2
 seeds = 1
 
 [rows]
 "a" = { published = { train_loss = 0.7 } }
 "b" = { groups = ["fast"], published = { train_loss = 0.6 } }
-"ssgd" = { strategy = "ssgd", learners = 2 }
+"ssgd" = { strategy.name = "ssgd", strategy.learners = 2 }
 
 [[claims]]
 text = "a is above b"

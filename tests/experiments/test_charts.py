@@ -111,12 +111,12 @@ def of_study(
 
 def test_a_chart_for_each_variable() -> None:
     """Of rates and of trust coefficients. One seed has no band. The axis has the last part of the field's name."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr, "optimizer_options": {}} for lr in (0.1, 0.2, 0.4, 0.8)}
-    rows |= {f"lars-0.1-{trust}": {"lr": 0.1, "optimizer_options": {"trust_coefficient": trust}} for trust in (1, 2, 3)}
+    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"optimizer": {"lr": lr}} for lr in (0.1, 0.2, 0.4, 0.8)}
+    rows |= {f"lars-0.1-{trust}": {"optimizer": {"lr": 0.1, "trust_coefficient": trust}} for trust in (1, 2, 3)}
     specs = [
-        {"x": "lr", "lines": {"sgd": ["sgd-*"]}},
-        {"x": "optimizer_options.trust_coefficient", "lines": {"lars-0.1": ["lars-*"]}},
-        {"x": "batch_size", "by": "lr"},
+        {"x": "optimizer.lr", "lines": {"sgd": ["sgd-*"]}},
+        {"x": "optimizer.trust_coefficient", "lines": {"lars-0.1": ["lars-*"]}},
+        {"x": "data.batch_size", "by": "optimizer.lr"},
     ]
     first, second, rest = of_study(rows | {"other": {}}, *specs)
     assert (first.x_label, second.x_label) == ("lr", "trust_coefficient")
@@ -128,9 +128,9 @@ def test_a_chart_for_each_variable() -> None:
 
 def test_rows_without_a_number_are_on_no_line() -> None:
     """Runs that all diverged are in the list."""
-    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"lr": lr} for lr in (0.1, 0.2, 0.4)}
-    spec = {"x": "lr", "lines": {"all": ["*"]}}
-    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"lr": size} for size in (1, 2, 3, 4)}
+    rows: dict[str, dict[str, Any]] = {f"sgd-{lr}": {"optimizer": {"lr": lr}} for lr in (0.1, 0.2, 0.4)}
+    spec = {"x": "optimizer.lr", "lines": {"all": ["*"]}}
+    diverged: dict[str, dict[str, Any]] = {f"lars-{size}": {"optimizer": {"lr": size}} for size in (1, 2, 3, 4)}
     first, rest = of_study(rows | diverged, spec, num_seeds=dict.fromkeys(diverged, 0))
     assert (first.kind, first.x_label, rest.kind, list(rest.series[0].x)) == ("lines", "lr", "dots", list(diverged))
 

@@ -9,38 +9,38 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments import study
-from ddpcore.training.settings import settings
+from ddpcore.options.keys import parse_settings
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "lr=0.5": {"lr": 0.5},
-    "lr=0.5 lr=0.25": {"lr": 0.25},
+    "optimizer.lr=0.5": {"optimizer": {"lr": 0.5}},
+    "optimizer.lr=0.5 optimizer.lr=0.25": {"optimizer": {"lr": 0.25}},
     "model=lenet5": {"model": "lenet5"},
-    "milestones=[1,2]": {"milestones": [1, 2]},
-    "optimizer_options.momentum=0.5": {"optimizer_options": {"momentum": 0.5}},
-    "optimizer_options.nesterov=true optimizer_options={momentum=0.5}": {
-        "optimizer_options": {"nesterov": True, "momentum": 0.5}
+    "optimizer.milestones=[1,2]": {"optimizer": {"milestones": [1, 2]}},
+    "optimizer=lars optimizer.momentum=0.5": {"optimizer": {"name": "lars", "momentum": 0.5}},
+    "optimizer.momentum=0.5 optimizer=lars": {"optimizer": {"name": "lars", "momentum": 0.5}},
+    "optimizer.nesterov=true optimizer={momentum=0.5}": {"optimizer": {"nesterov": True, "momentum": 0.5}},
+    "optimizer={momentum=0.5} optimizer.momentum=0.25": {"optimizer": {"momentum": 0.25}},
+    "strategy.topology=ring strategy.topology.degree=4": {"strategy": {"topology": {"name": "ring", "degree": 4}}},
+    "strategy.outer.lr=1": {"strategy": {"outer": {"lr": 1}}},
+    "strategy.compression=topk strategy.compression.ratio=0.1": {
+        "strategy": {"compression": {"name": "topk", "ratio": 0.1}}
     },
-    "optimizer_options={momentum=0.5} optimizer_options.nesterov=true": {
-        "optimizer_options": {"momentum": 0.5, "nesterov": True}
-    },
-    "optimizer_options={momentum=0.5} optimizer_options.momentum=0.25": {"optimizer_options": {"momentum": 0.25}},
-    "optimizer_options.momentum=0.25 optimizer_options={momentum=0.5}": {"optimizer_options": {"momentum": 0.5}},
 }
 REFUSED = {
-    "optimizer_options=abc": "--set optimizer_options=abc: write optimizer_options.OPTION=VALUE",
-    "optimizer_options=3": "--set optimizer_options=3: write optimizer_options.OPTION=VALUE",
-    "policies=3": "--set policies=3: write policies.OPTION=VALUE",
-    "optimizer_options={momentum=0.5} optimizer_options=3": "--set optimizer_options=3: write",
-    "lr=0.1 lr.x=2": "--set lr.x=2: write lr=VALUE, it has no options",
-    "lr.x=2": "--set lr.x=2: write lr=VALUE, it has no options",
-    "lr={x=2}": "--set lr={x=2}: write lr=VALUE, it has no options",
-    "strategy_options.outer.lr=1": "write KEY=VALUE, or KEY.OPTION=VALUE",
+    "optimizer=3": "--set: optimizer is 3: it must be text",
+    "strategy.policies=3": "--set: strategy.policies is 3: it must be a mapping",
+    "optimizer.lr.x=2": "--set: optimizer.lr is {'x': 2}: it must be a finite number",
+    "run=3": "--set: run is 3: it must be a table",
+    "lr=0.1": "--set has no 'lr': write optimizer.lr",
+    "strategy_options.period=4": "--set has no 'strategy_options': write strategy",
+    "optimizer.lr": "--set optimizer.lr: write KEY=VALUE, such as optimizer.lr=0.1",
+    "run.seed=3": "--set run.seed: use --seed and --seeds",
 }
 
 
 @pytest.mark.parametrize("words", FIELDS)
 def test_fields(words: str) -> None:
-    assert settings(words.split()) == FIELDS[words]
+    assert parse_settings(words.split()) == FIELDS[words]
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -52,7 +52,7 @@ def test_refused(words: str, main: Callable[..., tuple[int, str, str]], tiny: Pa
 
 
 def test_an_optimizer_that_is_the_same_keeps_its_options(tiny: Path) -> None:
-    tiny.write_text(tiny.read_text().replace("steps = 4", "steps = 4\noptimizer_options = { momentum = 0.9 }", 1))
+    tiny.write_text(tiny.read_text().replace("steps = 4", "steps = 4\noptimizer.momentum = 0.9", 1))
     row = study.find_study(str(tiny)).rows["a"]
-    assert row.config("full", settings(["optimizer=sgd"])).optimizer_options == {"momentum": 0.9}
-    assert row.config("full", settings(["optimizer=lars"])).optimizer_options == {}
+    assert row.config("full", parse_settings(["optimizer=sgd"])).optimizer.options == {"momentum": 0.9}
+    assert row.config("full", parse_settings(["optimizer=lars"])).optimizer.options == {}

@@ -20,7 +20,7 @@ Main = Callable[..., tuple[int, str, str]]
 def folder(main: Main, tiny: Path, tmp_path: Path) -> Folder:
     """A manifest of all rows, with made-up results."""
     out = Folder(tmp_path / "out")
-    words = ("run", tiny, "--out", out.path, "--seeds", 1, "--set", "device=cpu")
+    words = ("run", tiny, "--out", out.path, "--seeds", 1, "--set", "run.device=cpu")
     assert main(*words, "--rows", "a")[0] == 0
     assert main(*words, "--resume")[0] == 0
     result = out.results()["a", 0]

@@ -35,12 +35,15 @@ def test_rows_of_one_folder_have_the_same_overrides(main: Main, tiny: Path, tmp_
     """Otherwise a comparison would mix rows with and without --set."""
     plain, other = tmp_path / "plain", tmp_path / "other"
     assert main("run", tiny, "--out", plain, "--rows", "a")[0] == 0
-    assert main("run", tiny, "--out", other, "--rows", "a", "--set", "lr=5.0")[0] == 0
+    assert main("run", tiny, "--out", other, "--rows", "a", "--set", "optimizer.lr=5.0")[0] == 0
     before = (plain / "manifest.json").read_bytes(), (other / "manifest.json").read_bytes()
-    refused(main("run", tiny, "--out", plain, "--rows", "b", "--resume", "--set", "lr=5.0"), "run with set {}, not")
-    refused(main("run", tiny, "--out", other, "--rows", "b", "--resume"), "run with set {'lr': 5.0}, not {}")
+    refused(
+        main("run", tiny, "--out", plain, "--rows", "b", "--resume", "--set", "optimizer.lr=5.0"),
+        "run with set {}, not",
+    )
+    refused(main("run", tiny, "--out", other, "--rows", "b", "--resume"), "run with set {'optimizer.lr': 5.0}, not {}")
     assert ((plain / "manifest.json").read_bytes(), (other / "manifest.json").read_bytes()) == before
-    assert main("run", tiny, "--out", other, "--rows", "b", "--resume", "--set", "lr=5.0")[0] == 0
+    assert main("run", tiny, "--out", other, "--rows", "b", "--resume", "--set", "optimizer.lr=5.0")[0] == 0
 
 
 def test_another_study_of_the_same_file_name(main: Main, tiny: Path, tmp_path: Path) -> None:

@@ -24,21 +24,26 @@ from ddpcore.diagnostics import random_plane
 from ddpcore.records.surface import read_surface
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.training import FinishedRun, TrainConfig, train
+from ddpcore.training.config import merged
 from helpers import ranks
 
 Main = Callable[..., tuple[int, str, str]]
 CONFIG = {
-    "model": "mlp", "model_options": {"hidden": [6]}, "dataset": "digits", "num_train": 60, "batch_size": 20,
-    "steps": 4, "checkpoint_every": 0, "device": "cpu", "evaluate_every": 0,
-}  # fmt: skip
+    "model": {"name": "mlp", "hidden": [6]},
+    "data": {"name": "digits", "num_train": 60, "batch_size": 20},
+    "run": {"steps": 4, "checkpoint_every": 0, "device": "cpu", "evaluate_every": 0},
+}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    gossip = {"strategy": "dpsgd", "strategy_options": {"order": "adapt_then_combine"}, "learners": 2}
+    gossip = {"strategy": {"name": "dpsgd", "order": "adapt_then_combine", "learners": 2}}
     for seed, (name, more) in enumerate({"a": {}, "b": gossip, "c": {}}.items()):
-        train(TrainConfig(**{**CONFIG, **more}, seed=0, lr=0.5 + seed), out=folder / name)
+        train(
+            TrainConfig.from_dict(merged({**CONFIG, **more}, {"run": {"seed": 0}, "optimizer": {"lr": 0.5 + seed}})),
+            out=folder / name,
+        )
     return folder
 
 

@@ -11,8 +11,13 @@ from ddpcore.experiments.compare import outcome_of
 from ddpcore.experiments.metrics import MAX_POINTS, METRICS, curves_of, metrics_of
 from ddpcore.training import RunRecord, TrainConfig
 
-CONFIG = TrainConfig(
-    model="saddle", dataset="saddle", steps=100, strategy="ssgd", learners=2, statistics_every=10, escape_loss=0.55
+CONFIG = TrainConfig.from_dict(
+    {
+        "model": "saddle",
+        "data": "saddle",
+        "run": {"steps": 100, "statistics_every": 10, "escape_loss": 0.55},
+        "strategy": {"name": "ssgd", "learners": 2},
+    }
 ).to_dict()
 
 

@@ -18,7 +18,7 @@ def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:
         {"seconds": 2.0, "train_loss": 2.0, **scores, "accuracy": 0.5},
         {"seconds": 3.0, "train_loss": 1.0, **({} if diverged else scores)},
     ]
-    config = {"target": target, "escape_loss": None}
+    config = {"run": {"target": target, "escape_loss": None}}
     header = {"total_steps": 70, "num_classes": 4, "num_parameters": 2**19, "config": config}
     final = {"diverged": diverged, "best_accuracy": 0.6, "step": 70}
     return RunRecord(path=Path("record.jsonl"), header=header, resumed=[], epochs=epochs, statistics=[], final=final)

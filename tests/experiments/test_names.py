@@ -41,8 +41,8 @@ def test_a_file_that_is_not_there(tmp_path: Path, main: Main, capsys: pytest.Cap
     commands = (
         lambda: main("list", f"{path}.toml")[0],
         lambda: main("compare", str(path))[0],
-        lambda: train([f"data_dir={path}", "dataset=mnist", "epochs=1", "--out", str(tmp_path / "out")]),
-        lambda: train(["epochs=1", f"model={name}", "--out", str(tmp_path / "out")]),
+        lambda: train([f"data.data_dir={path}", "data=mnist", "run.epochs=1", "--out", str(tmp_path / "out")]),
+        lambda: train(["run.epochs=1", f"model={name}", "--out", str(tmp_path / "out")]),
         lambda: bench(["--model", name]),
         lambda: report([str(path), "--out", str(tmp_path / "page.html")]),
     )
@@ -126,7 +126,7 @@ def _no_samples(path: Path) -> None:
 def _a_run_is_there(path: Path) -> None:
     path.mkdir()
     (path / RECORD).write_text('{"kind": "run"}\n')
-    training.train(TrainConfig(epochs=1), out=path)
+    training.train(TrainConfig.from_dict({"run": {"epochs": 1}}), out=path)
 
 
 def _damaged_checkpoint(path: Path) -> None:

@@ -16,25 +16,35 @@ from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, backend_of, check_data, make_plan
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import LearnerPlacement
+from ddpcore.training.config import merged
 
 
 def place(**fields: Any) -> LearnerPlacement:
-    return LearnerPlacement.of(TrainConfig(model="simplenet", steps=1, device="cpu", batch_size=10, **fields), None)
+    return LearnerPlacement.of(
+        TrainConfig.from_dict(
+            merged({"model": "simplenet", "run": {"steps": 1, "device": "cpu"}, "data": {"batch_size": 10}}, fields)
+        ),
+        None,
+    )
 
 
 def test_a_data_set_is_reused_by_runs_that_need_the_same() -> None:
     datasets = Datasets()
     first = datasets.of(place())
-    assert datasets.of(place(lr=0.5)) is first
-    for change in ({"seed": 1}, {"num_train": 50}, {"random_labels": True}, {"num_validation": 10}):
+    assert datasets.of(place(optimizer={"lr": 0.5})) is first
+    for change in (
+        {"run": {"seed": 1}},
+        {"data": {"num_train": 50}},
+        {"data": {"random_labels": True}},
+        {"data": {"num_validation": 10}},
+    ):
         kept = Datasets()
         before = kept.of(place())
         after = kept.of(place(**change))
         same = after.train.labels.shape == before.train.labels.shape
         assert not (same and torch.equal(after.train.labels, before.train.labels)), change
-    short, long = ({"dataset_options": {"num_samples": num, "num_frames": 1}} for num in (20, 30))
-    assert len(datasets.of(place(dataset="synthetic_speech", **short)).train) == 16
-    assert len(datasets.of(place(dataset="synthetic_speech", **long)).train) == 24
+    short, long = (place(data={"name": "synthetic_speech", "num_samples": num, "num_frames": 1}) for num in (20, 30))
+    assert (len(datasets.of(short).train), len(datasets.of(long).train)) == (16, 24)
 
 
 def test_other_options_build_another_data_set() -> None:
@@ -42,7 +52,10 @@ def test_other_options_build_another_data_set() -> None:
     shapes = [
         datasets.of(
             LearnerPlacement.of(
-                TrainConfig(model="saddle", dataset="saddle", steps=1, device="cpu", dataset_options=options), None
+                TrainConfig.from_dict(
+                    {"model": "saddle", "data": {"name": "saddle", **options}, "run": {"steps": 1, "device": "cpu"}}
+                ),
+                None,
             )
         ).input_shape
         for options in ({"dimension": 2}, {"dimension": 5})
@@ -60,30 +73,35 @@ def test_data_sets_that_differ_in_one_field_share_no_inputs(tmp_path: Path) -> N
             pixels = bytes((shade + i) % 251 for i in range(num * 784))
             (raw / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, num, 28, 28) + pixels)
             (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, num) + bytes(num))
-    shared = {"dataset": "mnist", "data_dir": str(tmp_path / "here")}
-    for change in ({"normalize": True}, {"augment": True}, {"num_test": 3}, {"data_dir": str(tmp_path / "there")}):
+    shared = {"data": {"name": "mnist", "data_dir": str(tmp_path / "here")}}
+    for change in (
+        {"data": {"normalize": True}},
+        {"data": {"augment": True}},
+        {"data": {"num_test": 3}},
+        {"data": {"data_dir": str(tmp_path / "there")}},
+    ):
         datasets = Datasets()
         one, other = (
             [split.batch(torch.arange(len(split)))[0] for split in datasets.of(made).splits().values()]
-            for made in (place(**shared), place(**{**shared, **change}))
+            for made in (place(**shared), place(**merged(shared, change)))
         )
         assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), change
 
 
 def test_jobs(tiny: Path, tmp_path: Path) -> None:
     """All rows of a seed come before the next seed, so a stopped study has complete tables."""
-    data = {"overrides": {"data_dir": "here"}}
+    data = {"overrides": {"data": {"data_dir": "here"}}}
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), first_seed=3, num_seeds=2, world_size=2, **data)
     assert [(job.seed, job.row) for job in plan.jobs] == [(s, r) for s in (3, 4) for r in ("a", "b", "ssgd")]
     assert [job.ranks for job in plan.jobs[:3]] == [0, 0, 2]
-    assert [job.config.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
+    assert [job.config.run.seed for job in plan.jobs] == [3, 3, 3, 4, 4, 4]
     assert plan.jobs[5].path == tmp_path / "runs" / "ssgd" / "seed-4"
-    assert plan.manifest["rows"]["ssgd"]["config"]["seed"] == 0, "a row is one config for all seeds"
-    elsewhere = make_plan(study.find_study(str(tiny)), Folder(tmp_path), overrides={"data_dir": "somewhere"})
-    assert elsewhere.jobs[0].config.data_dir == "somewhere"
+    assert plan.manifest["rows"]["ssgd"]["config"]["run"]["seed"] == 0, "a row is one config for all seeds"
+    elsewhere = make_plan(study.find_study(str(tiny)), Folder(tmp_path), overrides={"data": {"data_dir": "somewhere"}})
+    assert elsewhere.jobs[0].config.data.data_dir == "somewhere"
     assert "somewhere" not in str(elsewhere.manifest), "a manifest is not of one machine"
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
-    assert plan.jobs[0].config.data_dir == "here"
+    assert plan.jobs[0].config.data.data_dir == "here"
     assert '"here"' not in json.dumps(plan.manifest), "a folder of this machine"
 
 
@@ -137,7 +155,7 @@ def test_a_folder_of_other_ranks_is_not_resumed(change: dict[str, Any], says: st
     text, folder = tiny.read_text(), Folder(tmp_path / "out")
 
     def manifest(**change: Any) -> Mapping[str, Any]:
-        said = {"transport": '"pg"', "ranks": "true", "hosts": 1, "kill_rank": 1, **change}
+        said = {"strategy.transport": '"pg"', "ranks": "true", "hosts": 1, "kill_rank": 1, **change}
         entries = ", ".join(f"{key} = {value}" for key, value in said.items() if value is not None)
         tiny.write_text(text.replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
         return make_plan(study.find_study(str(tiny)), folder).manifest
@@ -152,8 +170,8 @@ def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     loaded, folder = study.find_study(str(tiny)), Folder(tmp_path)
     words = {"rows": ["ssgd"], "world_size": 2}
-    (job, *_) = make_plan(loaded, folder, overrides={"device": "auto"}, **words).jobs
-    with pytest.raises(ValueError, match=r"2 learners would share 1 GPU: run it with --set device=cpu"):
+    (job, *_) = make_plan(loaded, folder, overrides={"run": {"device": "auto"}}, **words).jobs
+    with pytest.raises(ValueError, match=r"2 learners would share 1 GPU: run it with --set run.device=cpu"):
         backend_of(job)
     assert backend_of(make_plan(loaded, folder, **words).jobs[0]) == "gloo", "the tiny study is of the CPU"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -165,8 +183,8 @@ def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: p
     [
         ("kill_rank = 1", "row ssgd, scale full: kill_rank is 1"),
         ("ranks = true, kill_rank = 2", "kill_rank is 2"),
-        ("ranks = true, hosts = 2", "transport is 'auto': hosts share no memory, set it to 'pg'"),
-        ("ranks = true, hosts = 3", "learners is 2: it must be a multiple of hosts, 3"),
+        ("ranks = true, hosts = 2", "strategy.transport is 'auto': hosts share no memory, set it to 'pg'"),
+        ("ranks = true, hosts = 3", "strategy.learners is 2: it must be a multiple of hosts, 3"),
     ],
 )
 def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
@@ -176,13 +194,15 @@ def test_ranks_that_are_not_there(entries: str, says: str, tiny: Path) -> None:
 
 
 def test_hosts_of_learners_in_one_process(tiny: Path, tmp_path: Path) -> None:
-    tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { hosts = 2, transport = "pg",'))
+    tiny.write_text(tiny.read_text().replace('"ssgd" = {', '"ssgd" = { hosts = 2, strategy.transport = "pg",'))
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"])
-    with pytest.raises(ValueError, match="row ssgd: transport is 'pg': learners of one process have none"):
+    with pytest.raises(ValueError, match=r"row ssgd: strategy\.transport is 'pg': learners of one process have none"):
         check_data(plan, Datasets())
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"], world_size=2)
     check_data(plan, Datasets())
-    tiny.write_text(tiny.read_text().replace('transport = "pg", strategy = "ssgd"', 'strategy = "ddp"'))
+    tiny.write_text(
+        tiny.read_text().replace('strategy.transport = "pg", strategy.name = "ssgd"', 'strategy.name = "ddp"')
+    )
     plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"])
     with pytest.raises(ValueError, match="row ssgd: hosts is 2: learners of one process have none"):
         check_data(plan, Datasets())

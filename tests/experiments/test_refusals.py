@@ -35,26 +35,26 @@ REFUSED = {
     "run TINY --world-size 3": "--world-size is 3: these rows have 1, 2 learners",
     "run TINY --set optimiser=adam": "did you mean 'optimizer'?",
     "run TINY --set lr": "KEY=VALUE",
-    "run TINY --set lr=fast": "row a, scale full: lr is 'fast'",
-    "run TINY --set seed=3": "--seeds",
-    "run TINY --set optimizer_options.momentun=0.5": "did you mean 'momentum'?",
-    "run TINY --set optimizer_options.momentum=-1": "row a: optimizer sgd: momentum is -1",
-    "run TINY --set model=lenet5 --set model_options.dropout=2": "row a: model lenet5: dropout",
-    "run TINY --rows b,ssgd --set flatness_samples=100000": "row b: flatness_samples is 100000",
-    "run TINY --set batch_size=2000": "row a: the batch size is 2000",
-    "run TINY --set optimizer=adam --set optimizer_options.betas=[0.9]": "row a: optimizer adam: tuple index",
-    "run TINY --set target=0.5": "row a: target is 0.5: synthetic has no test split",
-    "run TINY --rows ssgd --set link=1Gb/s,1ms": "row ssgd: link is '1Gb/s,1ms': learners of one process have none",
-    "run TINY --rows ssgd --set transport=pg": "row ssgd: transport is 'pg': learners of one process have none",
-    "run TINY --rows ssgd --set statistics_every=1 --set statistics_samples=1": "statistics_samples is 1: take 2 to",
-    "run TINY --rows ssgd --set strategy=dpsgd --set topology=ring --set topology_options.neighbors_each_side=9": (
+    "run TINY --set optimizer.lr=fast": "--set: optimizer.lr is 'fast'",
+    "run TINY --set run.seed=3": "--seeds",
+    "run TINY --set optimizer.momentun=0.5": "did you mean 'momentum'?",
+    "run TINY --set optimizer.momentum=-1": "row a: optimizer sgd: momentum is -1",
+    "run TINY --set model=lenet5 --set model.dropout=2": "row a: model lenet5: dropout",
+    "run TINY --rows b,ssgd --set run.flatness_samples=100000": "row b: flatness_samples is 100000",
+    "run TINY --set data.batch_size=2000": "row a: the batch size is 2000",
+    "run TINY --set optimizer=adam --set optimizer.betas=[0.9]": "row a: optimizer adam: tuple index",
+    "run TINY --set run.target=0.5": "row a: run.target is 0.5: synthetic has no test split",
+    "run TINY --rows ssgd --set strategy.link=1Gb/s,1ms": "row ssgd: strategy.link is '1Gb/s,1ms': learners",
+    "run TINY --rows ssgd --set strategy.transport=pg": "row ssgd: strategy.transport is 'pg': learners",
+    "run TINY --rows ssgd --set run.statistics_every=1 --set run.statistics_samples=1": "statistics_samples is 1",
+    "run TINY --rows ssgd --set strategy=dpsgd --set strategy.topology={name='ring',neighbors_each_side=9}": (
         "row ssgd: Ring: 9 neighbours each side need at least 19 learners"
     ),
     "run TINY --rows ssgd --set strategy=ddp": "row ssgd: ddp needs real ranks: set ranks = true, or take ssgd",
-    "run TINY --rows ssgd --set policies.momentum=gossip": "row ssgd: policy gossip needs neighbours and ssgd has none",
-    "run TINY --rows a --set policies.momentum=average": "row a: single runs without policies: leave them out",
-    "run TINY --set dataset=mnist --set model=lenet5": "--data-dir",
-    "run TINY --set dataset=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
+    "run TINY --rows ssgd --set strategy.policies.momentum=gossip": "policy gossip needs neighbours and ssgd has none",
+    "run TINY --rows a --set strategy.policies.momentum=average": "row a: single runs without policies: leave them out",
+    "run TINY --set data=mnist --set model=lenet5": "--data-dir",
+    "run TINY --set data=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
     "run TINY --frobnicate": "--frobnicate",
     "compare": "RUN",
     "compare nowhere": "there is no study in this folder",
@@ -110,7 +110,10 @@ def test_folders_in_use(main: Main, tiny: Path, done: Path) -> None:
     before = files(done)
     check(main("run", tiny, "--out", done, "--rows", "a"), "--resume")
     check(main("run", tiny, "--out", done, "--rows", "a", "--scale", "smoke", "--resume"), "scale 'full', not 'smoke'")
-    check(main("run", tiny, "--out", done, "--rows", "a", "--set", "lr=2", "--resume"), "set {}, not {'lr': 2}")
+    check(
+        main("run", tiny, "--out", done, "--rows", "a", "--set", "optimizer.lr=2", "--resume"),
+        "set {}, not {'optimizer.lr': 2}",
+    )
     whole = tiny.read_text()
     tiny.write_text(whole.replace("batch_size = 100", "batch_size = 50"))
     check(main("run", tiny, "--out", done, "--rows", "a", "--resume"), "batch_size is 50, not 100")
@@ -179,7 +182,7 @@ def test_a_damaged_record_of_a_run(main: Main, tiny: Path, done: Path) -> None:
 def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:
     """An unfinished run was copied into the folder from another study."""
     other = tmp_path / "other"
-    words = ("--rows", "a", "--seeds", 1, "--set", "checkpoint_every=2")
+    words = ("--rows", "a", "--seeds", 1, "--set", "run.checkpoint_every=2")
     assert main("run", tiny, "--out", other, *words, "--set", "model=mlp")[0] == 0
     (done / "results.jsonl").write_text("")
     theirs, ours = Folder(other).run_path("a", 0), Folder(done).run_path("a", 0)

@@ -77,13 +77,13 @@ def test_parallel_jobs_have_the_results_of_sequential_ones(main: Main, tiny: Pat
 
 def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("--scale", "smoke", "--rows", "b,a", "--seed", 5, "--seeds", 2, "--set", "optimizer_options.momentum=0.5")
+    words = ("--scale", "smoke", "--rows", "b,a", "--seed", 5, "--seeds", 2, "--set", "optimizer.momentum=0.5")
     assert main("run", tiny, "--out", out, *words)[0] == 0
     assert list(Folder(out).results()) == [("a", 5), ("b", 5), ("a", 6), ("b", 6)]
     config = RunRecord.read(Folder(out).run_path("b", 6)).header["config"]
     assert (config["lr"], config["steps"], config["seed"]) == (0.25, 2, 6)
     assert config["optimizer_options"] == {"momentum": 0.5}
-    assert Folder(out).manifest()["set"] == {"optimizer_options": {"momentum": 0.5}}
+    assert Folder(out).manifest()["set"] == {"optimizer.momentum": 0.5}
 
 
 def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
 
 def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a row: the resumed run ends with the numbers of an undisturbed one."""
-    words = ("--rows", "a,b", "--seeds", 1, "--set", "steps=1500", "--set", "checkpoint_every=100")
+    words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main("run", tiny, "--out", whole, *words)[0] == 0
     started = subprocess.Popen(
@@ -173,7 +173,23 @@ def test_a_failed_row_does_not_lose_the_others(
 
 def test_a_diverged_row_is_a_result(main: Main, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", 1, "--set", "lr=1e30", "--set", "steps=60")[0] == 0
+    assert (
+        main(
+            "run",
+            tiny,
+            "--out",
+            out,
+            "--rows",
+            "a",
+            "--seeds",
+            1,
+            "--set",
+            "optimizer.lr=1e30",
+            "--set",
+            "run.steps=60",
+        )[0]
+        == 0
+    )
     result = Folder(out).results()["a", 0]
     assert (result["status"], result["diverged"]) == ("finished", True)
     assert result["metrics"]["train_loss"] is None
@@ -181,17 +197,17 @@ def test_a_diverged_row_is_a_result(main: Main, tiny: Path, tmp_path: Path) -> N
 
 RANKS = """
 [groups.two]
-strategy = "ssgd"
+strategy.name = "ssgd"
 ranks = true
 hosts = 2
-transport = "pg"
-learners = 2
+strategy.transport = "pg"
+strategy.learners = 2
 
 [rows]
 "here" = {}
-"broken" = { strategy = "ssgd", learners = 2, ranks = true, transport = "ipc" }
-"killed" = { groups = ["two"], kill_rank = 1, steps = 400, checkpoint_every = 40 }
-"left alone" = { groups = ["two"], steps = 400, checkpoint_every = 40 }
+"broken" = { strategy.name = "ssgd", strategy.learners = 2, ranks = true, strategy.transport = "ipc" }
+"killed" = { groups = ["two"], kill_rank = 1, run.steps = 400, run.checkpoint_every = 40 }
+"left alone" = { groups = ["two"], run.steps = 400, run.checkpoint_every = 40 }
 """
 
 

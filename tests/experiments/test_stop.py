@@ -33,8 +33,8 @@ def wait_until(started: subprocess.Popen[str], records: list[Path]) -> None:
 @contextmanager
 def study(words: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A study that has more steps than anyone waits for. None of its processes outlives the test."""
-    words = [sys.executable, "-m", "ddpcore.experiments", "run", *words, "--seeds", "1", "--set", "steps=1000000"]
-    words += ["--set", "num_train=1000"]  # ten steps an epoch
+    words = [sys.executable, "-m", "ddpcore.experiments", "run", *words, "--seeds", "1", "--set", "run.steps=1000000"]
+    words += ["--set", "data.num_train=1000"]  # ten steps an epoch
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(words, env=env, text=True, stderr=subprocess.PIPE, start_new_session=True)
     try:

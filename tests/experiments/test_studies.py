@@ -106,7 +106,7 @@ def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
     for row in loaded.rows.values():
         config = row.config(scale)
         assert config.make_strategy() is not None
-        if config.strategy == "ddp":
+        if config.strategy.name == "ddp":
             assert row.ranks, f"{row.name}: ddp needs real ranks"
 
 
@@ -123,30 +123,49 @@ def test_as_many_rows_as_the_table_has_are_published(name: str) -> None:
 def test_rows_have_the_settings_of_the_documents() -> None:
     rows = study.find_study("large-batch-cifar100").rows
     lars = rows["lars-8192"].config("full")
-    assert (lars.optimizer, lars.batch_size, lars.epochs, lars.warmup) == ("lars", 8192, 100, 5.0)
-    assert (lars.schedule, lars.reference_batch_size, lars.param_groups) == ("cosine", 128, True)
+    assert (lars.optimizer.name, lars.data.batch_size, lars.run.epochs, lars.optimizer.warmup) == (
+        "lars",
+        8192,
+        100,
+        5.0,
+    )
+    assert (lars.optimizer.schedule, lars.optimizer.reference_batch_size, lars.optimizer.param_groups) == (
+        "cosine",
+        128,
+        True,
+    )
     lamb = rows["lamb-8192"].config("full")
-    assert (lamb.lr, lamb.warmup, lamb.reference_batch_size) == (0.02, 10.0, None)
-    assert rows["sgdm-8192"].config("full").schedule == "step"
-    assert rows["sgdm-8192"].config("cpu").epochs == 30
+    assert (lamb.optimizer.lr, lamb.optimizer.warmup, lamb.optimizer.reference_batch_size) == (0.02, 10.0, None)
+    assert rows["sgdm-8192"].config("full").optimizer.schedule == "step"
+    assert rows["sgdm-8192"].config("cpu").run.epochs == 30
     sweep = study.find_study("lr-sweep-synthetic")
     assert sweep.seeds["full"] == 20
     two = sweep.rows["ddp2-0.1"].config("full")
-    assert (two.learners, two.batch_size, two.sampler, two.epochs) == (2, 32, "distributed", 10)
+    assert (two.strategy.learners, two.data.batch_size, two.data.sampler, two.run.epochs) == (2, 32, "distributed", 10)
     local = study.find_study("local-sgd-cifar100").rows["samples-J20-K12"].config("full")
-    assert (local.learners, local.sampler, local.strategy_options) == (12, "fixed", {"period": 20})
+    assert (local.strategy.learners, local.data.sampler, local.strategy.options) == (12, "fixed", {"period": 20})
     five = study.find_study("mnist-effective-lr").rows["dpsgd"].config("full")
-    assert (five.learners, five.batch_size, five.lr, five.topology) == (5, 2000, 1.0, "complete")
+    assert (five.strategy.learners, five.data.batch_size, five.optimizer.lr, five.strategy.topology) == (
+        5,
+        2000,
+        1.0,
+        "complete",
+    )
     six = study.find_study("mnist-flat-minimum").rows["dpsgd"].config("full")
-    assert (six.learners, six.lr, six.steps, six.topology) == (6, 0.2, 6000, "ring")
-    assert six.topology_options == {"neighbors_each_side": 2}
+    assert (six.strategy.learners, six.optimizer.lr, six.run.steps, six.strategy.topology) == (6, 0.2, 6000, "ring")
+    assert six.strategy.topology_options == {"neighbors_each_side": 2}
     gossip = study.find_study("ssgd-vs-dpsgd-cifar10").rows["dpsgd-4096-vgg19"].config("full")
-    assert (gossip.strategy, gossip.topology, gossip.learners) == ("dpsgd", "random_pair", 16)
-    assert (gossip.lr, gossip.batch_size, gossip.epochs, gossip.milestones) == (0.4, 4096, 320, (160, 240))
+    assert (gossip.strategy.name, gossip.strategy.topology, gossip.strategy.learners) == ("dpsgd", "random_pair", 16)
+    assert (gossip.optimizer.lr, gossip.data.batch_size, gossip.run.epochs, gossip.optimizer.milestones) == (
+        0.4,
+        4096,
+        320,
+        (160, 240),
+    )
     speech = study.find_study("ssgd-vs-dpsgd-speech").rows["ssgd-4096-synthetic-small-half-lr"].config("full")
-    assert (speech.lr, speech.reference_batch_size, speech.warmup) == (0.05, 256, 10)
+    assert (speech.optimizer.lr, speech.optimizer.reference_batch_size, speech.optimizer.warmup) == (0.05, 256, 10)
     hosts = study.find_study("gpu-configs-cifar10").rows["vit-2x2-64"]
-    assert (hosts.hosts, hosts.config("full").learners, hosts.config("full").batch_size) == (2, 4, 256)
+    assert (hosts.hosts, hosts.config("full").strategy.learners, hosts.config("full").data.batch_size) == (2, 4, 256)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +174,13 @@ def test_rows_have_the_settings_of_the_documents() -> None:
 )
 def test_branches_of_the_noise_scale_take_the_same_samples(first: str, begin: int, num_samples: int) -> None:
     rows, seen = study.find_study("noise-scale-branching").rows, []
-    assert rows[f"{first}until-{begin}"].config("cpu").steps == begin
-    dataset = rows[f"{first}at-{begin}-1"].config("cpu").dataset
+    assert rows[f"{first}until-{begin}"].config("cpu").run.steps == begin
+    dataset = rows[f"{first}at-{begin}-1"].config("cpu").data.name
     num_train = len(load_dataset(dataset).train) if dataset == "python_text" else 50000
     for factor in (1, 2, 4, 8, 16):
         config = rows[f"{first}at-{begin}-{factor}"].config("cpu")
-        batches = ShardedBatches(num_train, config.batch_size, 2, growth=config.batch_growth)
-        taken = [batches.indices(step) for step in range(begin, config.steps or 0)]
+        batches = ShardedBatches(num_train, config.data.batch_size, 2, growth=config.data.batch_growth)
+        taken = [batches.indices(step) for step in range(begin, config.run.steps or 0)]
         assert {indices.shape for indices in taken} == {(2, 16 * factor)}
         seen.append({sample for indices in taken for sample in indices.flatten().tolist()})
     assert [len(samples) for samples in seen] == [num_samples] * 5

@@ -20,7 +20,8 @@ def spread(**values: Any) -> dict[str, Any]:
 
 def comparison(scale: str = "full") -> dict[str, Any]:
     run = {
-        "name": "out", "scale": scale, "seeds": [0, 1, 2], "set": {"lr": 0.5}, "devices": ["A Processor, 8 cores"],
+        "name": "out", "scale": scale, "seeds": [0, 1, 2], "set": {"optimizer.lr": 0.5},
+        "devices": ["A Processor, 8 cores"],
         "commits": ["abc"], "stand_ins": ["4 processes of one machine, standing for 2 hosts"],
         "failures": [{"row": "b", "seed": 2, "error": "ValueError: x"}],
     }  # fmt: skip

@@ -22,12 +22,14 @@ STEPS, DEATH = 21, 12  # the rank is killed when it begins this step of dpsgd, c
 def run(folder: Path) -> dict[int, int]:
     """Run, and return how each rank ended."""
     config = BenchConfig(
+        settings=(
+            f"run.steps={STEPS}",
+            "data.batch_size=60",
+            "run.device=cpu",
+            "strategy.on_failure=shrink",
+        ),
         world_size=3,
         strategies=("dpsgd", "ssgd"),
-        steps=STEPS,
-        batch_size=60,
-        device="cpu",
-        on_failure="shrink",
         json=folder / "bench.json",
     )
     resolved = resolve(config, world_size=3, num_gpus=0)

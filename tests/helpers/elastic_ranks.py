@@ -37,6 +37,7 @@ from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig, command
+from ddpcore.training.config import merged
 from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.oracle import outer
@@ -284,8 +285,13 @@ def fork_and_wait(num: int, run: Callable[[int], None]) -> dict[int, int]:
     return codes
 
 
-WHOLE = {"model": "mlp", "dataset": "digits", "strategy": "dpsgd", "topology": "hypercube", "learners": 4}
-WHOLE |= {"epochs": 6, "batch_size": 80, "keep_last": 9, "record_steps": True, "on_failure": "shrink", "lr": 0.3}
+WHOLE: dict[str, Any] = {
+    "model": "mlp",
+    "data": {"name": "digits", "batch_size": 80},
+    "optimizer": {"lr": 0.3},
+    "strategy": {"name": "dpsgd", "topology": "hypercube", "learners": 4, "on_failure": "shrink"},
+    "run": {"epochs": 6, "keep_last": 9, "record_steps": True},
+}
 
 
 def run_whole(out: Path, num_ranks: int, *, resume: bool) -> tuple[dict[int, int], str]:
@@ -304,7 +310,7 @@ def run_whole(out: Path, num_ranks: int, *, resume: bool) -> tuple[dict[int, int
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         try:
             world = World(rank, num_ranks, rank, num_ranks)
-            training.train(TrainConfig(**WHOLE), out=out, world=world, resume=resume, on_record=die_later)
+            training.train(TrainConfig.from_dict(WHOLE), out=out, world=world, resume=resume, on_record=die_later)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -351,7 +357,9 @@ def run_joined(out: Path) -> tuple[dict[int, int], str]:
     """A whole run of three ranks: rank 0 is killed in the second epoch, and a new one joins in the third."""
     out.mkdir()
     log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
-    config = TrainConfig(**{**WHOLE, "learners": 3, "batch_size": 60, "topology": "ring"})
+    config = TrainConfig.from_dict(
+        merged(WHOLE, {"strategy": {"learners": 3, "topology": "ring"}, "data": {"batch_size": 60}})
+    )
 
     def on_record(row: dict[str, Any]) -> None:
         if row["kind"] == "epoch" and row["epoch"] == 2:

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
 from ddpcore.training import TrainConfig
+from ddpcore.training.config import merged
 
 NUM_TRAIN, NUM_TEST, NUM_CLASSES = 50, 24, 4
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ssgd": {"strategy": "ssgd"},
     "dpsgd": {"strategy": "dpsgd"},
-    "ring": {"strategy": "dpsgd", "topology": "ring", "optimizer": "lamb", "lr": 0.01, "optimizer_options": {}},
-    "combined": {"strategy": "dpsgd", "strategy_options": {"order": "adapt_then_combine"}},
-    "stale": {"strategy": "dpsgd", "strategy_options": {"staleness": 1}},
-    "int8": {"strategy": "dpsgd", "strategy_options": {"compression": "int8"}},
-    "topk": {
-        "strategy": "dpsgd",
-        "topology": "ring",
-        "strategy_options": {"compression": {"name": "topk", "ratio": 0.2}},
-    },
-    "local_sgd": {"strategy": "local_sgd", "strategy_options": {"period": 2}, "policies": {"momentum": "average"}},
+    "ring": {"strategy": {"name": "dpsgd", "topology": "ring"}, "optimizer": {"name": "lamb", "lr": 0.01}},
+    "combined": {"strategy": {"name": "dpsgd", "order": "adapt_then_combine"}},
+    "stale": {"strategy": {"name": "dpsgd", "staleness": 1}},
+    "int8": {"strategy": {"name": "dpsgd", "compression": "int8"}},
+    "topk": {"strategy": {"name": "dpsgd", "topology": "ring", "compression": {"name": "topk", "ratio": 0.2}}},
+    "local_sgd": {"strategy": {"name": "local_sgd", "period": 2, "policies": {"momentum": "average"}}},
     "post-local": {
-        "strategy": "local_sgd",
-        "strategy_options": {"period": 4, "switch_step": 2, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
-        "optimizer": "adamw",
-        "lr": 0.01,
-        "optimizer_options": {},
+        "strategy": {
+            "name": "local_sgd",
+            "period": 4,
+            "switch_step": 2,
+            "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+        },
+        "optimizer": {"name": "adamw", "lr": 0.01},
     },
-    "slowmo": {"strategy": "slowmo", "strategy_options": {"period": 2}},
-    "push_sum": {"strategy": "push_sum", "topology": "one_peer_exponential"},
+    "slowmo": {"strategy": {"name": "slowmo", "period": 2}},
+    "push_sum": {"strategy": {"name": "push_sum", "topology": "one_peer_exponential"}},
     "noisy_ssgd": {"strategy": "noisy_ssgd"},
-    "noisy apart": {"strategy": "noisy_ssgd", "strategy_options": {"where": "per_learner"}, "accumulation": 2},
+    "noisy apart": {"strategy": {"name": "noisy_ssgd", "where": "per_learner"}, "data": {"accumulation": 2}},
 }
 
 # Of two learners, real or virtual: without dropout, whose masks differ from rank to rank.
-PLAIN: dict[str, Any] = {"strategy": "dpsgd", "learners": 2, "model_options": {"dropout": 0.0}}
-HESSIAN: dict[str, Any] = {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2}
+PLAIN: dict[str, Any] = {"strategy": {"name": "dpsgd", "learners": 2}, "model": {"dropout": 0.0}}
+HESSIAN: dict[str, Any] = {"run": {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2}}
 GROWTHS = {"grew at 2": 2, "grows at 3": 3, "will grow at 4": 4}
-WATCHED: dict[str, Any] = {**PLAIN, **HESSIAN, "statistics_every": 2, "flatness_samples": 20}
+WATCHED: dict[str, Any] = merged(merged(PLAIN, HESSIAN), {"run": {"statistics_every": 2, "flatness_samples": 20}})
 
 
 def images(*, augment: bool = True, validation: int = 0) -> Dataset:
@@ -61,18 +61,13 @@ def images(*, augment: bool = True, validation: int = 0) -> Dataset:
     return dataset.hold_out(validation) if validation else dataset
 
 
-def config(**fields: Any) -> TrainConfig:
-    """Six steps of LeNet-5, which has dropout and batch normalisation, four to an epoch."""
-    small = {
-        "batch_size": 12,
-        "steps": 6,
-        "lr": 0.05,
-        "optimizer_options": {"momentum": 0.9},
-        "warmup": 3,
-        "schedule_unit": "steps",
-        "checkpoint_every": 3,
-        "keep_last": 10,
-        "keep_best": False,
-        "device": "cpu",
+def config(*layers: Mapping[str, Any], **sections: Any) -> TrainConfig:
+    """Six steps of LeNet-5, which has dropout and batch normalisation, four to an epoch; later layers override."""
+    values: dict[str, Any] = {
+        "data": {"batch_size": 12},
+        "run": {"steps": 6, "checkpoint_every": 3, "keep_last": 10, "keep_best": False, "device": "cpu"},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "warmup": 3, "schedule_unit": "steps"},
     }
-    return TrainConfig(**{**small, **fields})
+    for layer in (*layers, sections):
+        values = merged(values, layer)
+    return TrainConfig.from_dict(values)

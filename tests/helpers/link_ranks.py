@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddpcore.comm.traffic import all_reduce_bytes
 from ddpcore.runtime.launch import World
 from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.config import merged
 from helpers import images
 from helpers.ranks import join
 
@@ -20,8 +21,10 @@ NUM_STEPS = 6
 
 
 def trained(name: str, transport: str, link: str | None, world: World) -> dict[str, Any]:
-    fields = {**images.STRATEGIES[name], "learners": world.world_size, "transport": transport, "link": link}
-    place = LearnerPlacement.of(images.config(**fields), world)
+    fields = merged(
+        images.STRATEGIES[name], {"strategy": {"learners": world.world_size, "transport": transport, "link": link}}
+    )
+    place = LearnerPlacement.of(images.config(fields), world)
     trainer = build_trainer(place, images.images())
     comm = trainer.handle.comm
     begin = comm.now()

@@ -16,18 +16,19 @@ import ddpcore
 from ddpcore.models import MODELS
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, TrainConfig, train
+from ddpcore.training.config import merged
 from helpers import images
 from helpers.ranks import join
 
 RUNS = {
     **images.STRATEGIES,
-    "ddp": {"strategy": "ddp", "optimizer": "torch_sgd"},
-    "process group": {"strategy": "dpsgd", "transport": "pg"},
+    "ddp": {"strategy": "ddp", "optimizer": {"name": "torch_sgd", "momentum": 0.9}},
+    "process group": {"strategy": {"name": "dpsgd", "transport": "pg"}},
     "plain": images.PLAIN,
     "watched": images.WATCHED,
     # a crash after step 3: the batch has grown, grows now, and grows later
-    **{name: {"strategy": "dpsgd", "batch_growth": [[step, 24]]} for name, step in images.GROWTHS.items()},
-    "two each": {"strategy": "dpsgd", "learners": 4, "evaluation_batch_norm": "recalibrate"},
+    **{name: {"strategy": "dpsgd", "data": {"batch_growth": [[step, 24]]}} for name, step in images.GROWTHS.items()},
+    "two each": {"strategy": {"name": "dpsgd", "learners": 4}, "run": {"evaluation_batch_norm": "recalibrate"}},
 }
 
 
@@ -52,7 +53,7 @@ def accuracy(out: Path, config: TrainConfig) -> float:
     """Of the model that the run has left, on the whole test split, by one process."""
     dataset = images.images()
     model = MODELS.build(
-        config.model, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model_options
+        config.model.name, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model.options
     )
     model.load_state_dict(safetensors.torch.load_file(out / "model.safetensors"))
     inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
@@ -71,7 +72,7 @@ def interrupted(out: Path, world: World) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(ask)
-    config = images.config(learners=2, strategy="ssgd")
+    config = images.config(strategy={"learners": 2, "name": "ssgd"})
     try:
         train(config, out=out, world=world, dataset=dataset)
     except Interrupted as error:
@@ -99,7 +100,7 @@ def main() -> None:
     seen: dict[str, Any] = {}
     for name, fields in RUNS.items() if world_size == 2 else [("ddp", RUNS["ddp"])]:
         out = path.parent / name
-        config = images.config(**{"learners": world_size, **fields})
+        config = images.config(merged({"strategy": {"learners": world_size}}, fields))
         through = train(config, out=out, world=world, dataset=images.images())
         ends = [contents(out)]
         dist.barrier()

@@ -38,7 +38,7 @@ def main() -> None:
     for owner, name in ((Trainer, "step"), (trainer, "learner_losses")):
         setattr(owner, name, moved(1.0, getattr(owner, name)))
     world = World(rank=rank, world_size=world_size, local_rank=rank)
-    config = images.config(learners=2, strategy="dpsgd", topology="ring", record_steps=True)
+    config = images.config(strategy={"name": "dpsgd", "topology": "ring", "learners": 2}, run={"record_steps": True})
     train(config, out=out, world=world, dataset=images.images())
     torch.save(read_lines(out / "steps" / f"rank-{rank}.jsonl").rows, path)
 

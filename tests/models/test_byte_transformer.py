@@ -112,7 +112,7 @@ def test_impossible_sizes(options: dict[str, int], message: str) -> None:
     ],
 )
 def test_samples_of_another_kind(model: str, dataset: str, message: str) -> None:
-    config = TrainConfig(model=model, dataset=dataset, steps=1, batch_size=4)
+    config = TrainConfig.from_dict({"model": model, "data": {"name": dataset, "batch_size": 4}, "run": {"steps": 1}})
     spec = MODELS.spec(model)
     sizes = {"input_shape": spec.input_shapes[0], "num_classes": spec.num_classes} if dataset == "synthetic" else {}
     with pytest.raises(ValueError, match=message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
@@ -19,14 +18,6 @@ def test_names() -> None:
     assert command_line.names(",") == ()
 
 
-def test_settings() -> None:
-    text = "hidden=512x256, dropout=0.1,width=7,kind=fast"
-    assert command_line.settings(text) == {"hidden": (512, 256), "dropout": 0.1, "width": 7, "kind": "fast"}
-    for wrong in ("hidden", "=5"):
-        with pytest.raises(argparse.ArgumentTypeError, match="not of the form key=value"):
-            command_line.settings(wrong)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,13 +30,13 @@ def test_settings() -> None:
 )
 def test_help_begins_with_an_example_that_is_right(options: Any, capsys: pytest.CaptureFixture[str]) -> None:
     parser = command_line.Parser(prog="ddpcore")
-    command_line.add_options(parser, options)
+    command_line.add_flags(parser, options)
     parser.print_help()
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("example: python -m ddpcore.")
     words = first.split()[4:]
     own = {"list", "run", "compare", "serve", *bench.COMMANDS}
-    options(**vars(parser.parse_args(words[words[0] in own :])))
+    options(**vars(parser.parse_intermixed_args(words[words[0] in own :])))
 
 
 def test_the_help_of_all_studies_begins_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

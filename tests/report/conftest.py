@@ -16,7 +16,9 @@ Make = Callable[..., Path]
 
 def lines_of(num_steps: int = 6, seed: int = 0, **header: Any) -> list[dict[str, Any]]:
     """The lines of a record: a header, an epoch and statistics for each second step, and an end."""
-    config = TrainConfig(steps=num_steps, seed=seed, learners=2, strategy="dpsgd", topology="ring").to_dict()
+    config = TrainConfig.from_dict(
+        {"run": {"steps": num_steps, "seed": seed}, "strategy": {"learners": 2, "name": "dpsgd", "topology": "ring"}}
+    ).to_dict()
     lines: list[dict[str, Any]] = [
         {"kind": "run", "config": config, "total_steps": num_steps, "ranks": 2, "device": "a CPU", "cores": 2,
          "communication": "shared memory", "torch": "2.13", "python": "3.11", "ddpcore": "0.2.0", "commit": "abc",

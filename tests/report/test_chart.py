@@ -11,7 +11,8 @@ import pytest
 
 from ddpcore.display.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
 from ddpcore.display.picture import height_of, svg_of
-from ddpcore.records.run import BOOKKEEPING
+from ddpcore.options.keys import put
+from ddpcore.records.config import BOOKKEEPING
 from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
@@ -127,17 +128,18 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Mak
     def with_field(folder: Path, **fields: Any) -> Path:
         first, *others = (folder / "record.jsonl").read_text().splitlines(keepends=True)
         header = json.loads(first)
-        header["config"] |= fields
+        for name, value in fields.items():
+            put(header["config"], name, value)
         (folder / "record.jsonl").write_text(json.dumps(header) + "\n" + "".join(others))
         return folder
 
-    light = with_field(make_run("light", seed=1), accumulation=2, record_steps=True)
-    heavy = with_field(make_run("heavy", seed=50), accumulation=4)
-    before = read_sources([with_field(make_run("before", seed=2), accumulation=4)])
+    light = with_field(make_run("light", seed=1), **{"data.accumulation": 2, "run.record_steps": True})
+    heavy = with_field(make_run("heavy", seed=50), **{"data.accumulation": 4})
+    before = read_sources([with_field(make_run("before", seed=2), **{"data.accumulation": 4})])
     for folders in ([light, heavy], [heavy, light]):
         section = baseline_section(read_sources(folders), before, [], [])
         found = {row[0]: row[2] for row in section.tables[0].rows}
-        loss = "run dpsgd ring lenet5 synthetic 128 0.1 accumulation=4: train_loss"
+        loss = "run dpsgd ring lenet5 synthetic 128 0.1 data.accumulation=4: train_loss"
         assert float(found[loss]) == pytest.approx(1 / 6 + 0.5, abs=1e-4)
         assert len(found) == 3 and "3 measures are only here" in section.lines[1]
     assert baseline_section(read_sources([light]), before, [], []).problems
@@ -145,12 +147,14 @@ def test_runs_that_differ_in_more_than_their_seed_are_not_compared(make_run: Mak
 
 def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> None:
     """All of them, such as the timeout, and what a run saves."""
-    others = {"timeout": 9.0, "save_nonfinite": True, "data_dir": "elsewhere", "keep_last": 7, "keep_best": True}
-    others |= {"checkpoint_every": 3, "download": True, "record_steps": True}
+    others = {
+        "strategy.timeout": 9.0, "run.save_nonfinite": True, "run.keep_last": 7, "run.keep_best": True,
+        "data.data_dir": "elsewhere", "run.checkpoint_every": 3, "run.record_steps": True, "data.download": True,
+    }  # fmt: skip
     assert set(others) == set(BOOKKEEPING)
     for field, value in others.items():
         runs, before = (read_sources([make_run(f"{name}-{field}")]) for name in ("now", "before"))
-        before.runs[0].header["config"][field] = value
+        put(before.runs[0].header["config"], field, value)
         assert len(baseline_section(runs, before, [], []).tables[0].rows) == 3, field
 
 

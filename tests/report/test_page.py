@@ -235,7 +235,7 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_batch_that_grows(make_run: Make) -> None:
     """Runs that differ in the growth alone do not look the same."""
-    config = TrainConfig(steps=6, batch_growth=[[4, 256]]).to_dict()
+    config = TrainConfig.from_dict({"run": {"steps": 6}, "data": {"batch_growth": [[4, 256]]}}).to_dict()
     (about, *_) = sections_of(read_sources([make_run("grows", config=config), make_run("stays")]))
     place = about.tables[0].headings.index("batch_size")
     assert [row[place] for row in about.tables[0].rows] == ["128, growth [[4, 256]]", "128"]

@@ -306,4 +306,9 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_by_name() -> None:
     made = ddpcore.STRATEGIES.build("adpsgd", topology=Ring(), speeds=[1, 0.5], seed=4)
     assert repr(made) == repr(ADPSGD(Ring(), speeds=(1, 0.5), seed=4))
-    assert TrainConfig(strategy="adpsgd", steps=1, seed=7, learners=2).make_strategy().seed == 7
+    assert (
+        TrainConfig.from_dict({"strategy": {"name": "adpsgd", "learners": 2}, "run": {"steps": 1, "seed": 7}})
+        .make_strategy()
+        .seed
+        == 7
+    )

@@ -253,8 +253,8 @@ def test_refusals(make: Any, says: str) -> None:
 
 def test_by_name() -> None:
     options = {"speeds": [1, 0.5], "accelerated": True, "eta": 0.5}
-    made = TrainConfig(
-        strategy="adpsgd", topology="ring", steps=1, seed=4, learners=2, strategy_options=options
+    made = TrainConfig.from_dict(
+        {"strategy": {"name": "adpsgd", "topology": "ring", "learners": 2, **options}, "run": {"steps": 1, "seed": 4}}
     ).make_strategy()
     assert repr(made) == repr(ADPSGD(Ring(), speeds=(1, 0.5), seed=4, accelerated=True, eta=0.5))
     assert "accelerated=True, eta=0.5, alpha=None" in repr(made)

@@ -17,6 +17,7 @@ import torch
 from ddpcore.bench.config import BenchConfig, resolve
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import check_connection
+from ddpcore.training.config import merged
 from helpers import adpsgd_ranks as trials
 from helpers import ranks
 
@@ -171,8 +172,15 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
     assert (bench(), bench(backend="virtual"), bench(transport="pg")) == ("shm", None, "pg")
 
     def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
-        run = {"strategy": "adpsgd", "steps": 1, "learners": 4, "batch_size": 4, "device": "cpu", **options}
-        check_connection(TrainConfig(**run), num_ranks, num_hosts)
+        run = merged(
+            {
+                "strategy": {"name": "adpsgd", "learners": 4},
+                "run": {"steps": 1, "device": "cpu"},
+                "data": {"batch_size": 4},
+            },
+            options,
+        )
+        check_connection(TrainConfig.from_dict(run), num_ranks, num_hosts)
 
     check(1)
     check(4)

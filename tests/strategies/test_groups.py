@@ -267,14 +267,18 @@ def test_real_ranks_in_other_loops() -> None:
 
 
 def test_ranks_that_hold_parts_of_groups_are_not_started() -> None:
-    shared = {"strategy": "local_sgd", "strategy_options": {"group": 2}, "learners": 12, "steps": 3, "batch_size": 24}
+    shared = {
+        "strategy": {"name": "local_sgd", "group": 2, "learners": 12},
+        "run": {"steps": 3},
+        "data": {"batch_size": 24},
+    }
     for num_ranks in (0, 1, 2, 3, 6, 12):
-        check_connection(TrainConfig(**shared), num_ranks)
+        check_connection(TrainConfig.from_dict(shared), num_ranks)
     with pytest.raises(ValueError, match="group is 2 and each rank holds 3 learners: take a divisor or a multiple of"):
-        check_connection(TrainConfig(**shared), 4)
+        check_connection(TrainConfig.from_dict(shared), 4)
     shared["strategy_options"] = {"group": 4}
     for num_ranks in (3, 6, 12):
-        check_connection(TrainConfig(**shared), num_ranks)
+        check_connection(TrainConfig.from_dict(shared), num_ranks)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from helpers.bounded import refused
 
 
 def checkpoints(folder: Path) -> Checkpoints:
-    return Checkpoints(folder=folder, config={"lr": 0.1})
+    return Checkpoints(folder=folder, config={"optimizer": {"lr": 0.1}})
 
 
 def no_warning(line: str) -> None:
@@ -37,7 +37,7 @@ def test_the_last_one_comes_back(tmp_path: Path) -> None:
         saved.save(step, {"x": torch.full((2,), float(step)), "step": step}, keep_last=3)
     step, state = saved.load_last("cpu", no_warning)
     assert (step, state["step"], state["x"].tolist()) == (12, 12, [12.0, 12.0])
-    assert saved.manifest(12)["config"] == {"lr": 0.1}
+    assert saved.manifest(12)["config"] == {"optimizer": {"lr": 0.1}}
     assert sorted(path.name for path in saved.path(12).iterdir()) == [
         "manifest.json",
         "rank-0.json",

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpcore.options.keys import parse_settings, put
+from ddpcore.records.config import KEYS_0_2, SECTIONS, from_0_2
 from ddpcore.training import TrainConfig
-from ddpcore.training.config import OPTIONS
-from ddpcore.training.settings import settings as settings_of
+from ddpcore.training.config import describe_fields
 
 SETTINGS = settings(max_examples=150, deadline=None)
-NAMES = [item.name for item in fields(TrainConfig)]
+NAMES = [key for key, _ in describe_fields()]
 TEXT = st.text(max_size=20)
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-2, 9), st.floats(), st.floats(0, 1), TEXT,
@@ -22,7 +22,8 @@ SCALARS = st.one_of(
 )  # fmt: skip
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 CONFIGS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4)
-BASE = {"epochs": 1, "model": "mlp", "dataset": "digits"}
+FLAT = st.dictionaries(st.sampled_from(list(KEYS_0_2)), VALUES, max_size=4)
+BASE: dict[str, dict[str, Any]] = {"run": {"epochs": 1}, "model": {"name": "mlp"}, "data": {"name": "digits"}}
 
 
 def one_line(error: ValueError) -> None:
@@ -32,8 +33,21 @@ def one_line(error: ValueError) -> None:
 @SETTINGS
 @given(CONFIGS, st.booleans())
 def test_any_values_are_a_config_or_one_line(values: dict[str, Any], over_base: bool) -> None:
+    nested: dict[str, Any] = {name: dict(BASE[name]) for name in BASE} if over_base else {}
+    for key, value in values.items():
+        put(nested, key, value)
+    check(nested)
+
+
+@SETTINGS
+@given(FLAT)
+def test_any_config_of_version_0_2_is_a_config_or_one_line(values: dict[str, Any]) -> None:
+    check(from_0_2({"epochs": 1, **values}))
+
+
+def check(values: dict[str, Any]) -> None:
     try:
-        config = TrainConfig.from_dict({**BASE, **values} if over_base else values)
+        config = TrainConfig.from_dict(values)
     except ValueError as error:
         one_line(error)
         return
@@ -46,11 +60,11 @@ def test_any_values_are_a_config_or_one_line(values: dict[str, Any], over_base: 
 @given(
     st.lists(st.tuples(st.one_of(st.sampled_from(NAMES), TEXT), st.one_of(TEXT, st.integers().map(str))), max_size=4)
 )
-def test_any_settings_are_fields_or_one_line(pairs: list[tuple[str, str]]) -> None:
+def test_any_settings_are_sections_or_one_line(pairs: list[tuple[str, str]]) -> None:
     try:
-        found = settings_of([f"{key}={value}" for key, value in pairs])
+        found = parse_settings([f"{key}={value}" for key, value in pairs])
+        TrainConfig.from_dict({"run": {"epochs": 1}, **found})
     except ValueError as error:
         assert str(error)
         return
-    assert set(found) <= set(NAMES)
-    assert all(isinstance(value, dict) == (key in OPTIONS) for key, value in found.items())
+    assert set(found) <= set(SECTIONS)

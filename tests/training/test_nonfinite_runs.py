@@ -14,6 +14,7 @@ from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.nonfinite import is_finite
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.training.config import merged
 from helpers import images as helper
 
 
@@ -26,7 +27,9 @@ def with_a_nan() -> Dataset:
 
 
 def run(out: Path, dataset: Dataset | None = None, **fields: Any) -> RunRecord:
-    config = helper.config(**{"learners": 4, "strategy": "dpsgd", "topology": "ring", "steps": 12, **fields})
+    config = helper.config(
+        merged({"strategy": {"learners": 4, "name": "dpsgd", "topology": "ring"}, "run": {"steps": 12}}, fields)
+    )
     return train(config, out=out, dataset=dataset or with_a_nan(), resume=(out / "record.jsonl").exists())
 
 
@@ -39,7 +42,7 @@ def last_checkpoint(out: Path) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("mode", ["skip", "quarantine"])
 def test_a_run_goes_on_and_its_record_says_what_was_left_out(mode: str, tmp_path: Path) -> None:
-    seen = run(tmp_path, on_nonfinite=mode)
+    seen = run(tmp_path, strategy={"on_nonfinite": mode})
     assert seen.final["step"] == 12
     assert not seen.final["diverged"]
     assert len(seen.nonfinite) == 3, "once in each epoch of four steps"
@@ -54,7 +57,7 @@ def test_a_run_goes_on_and_its_record_says_what_was_left_out(mode: str, tmp_path
 
 def test_a_run_that_raises_has_diverged_and_says_why(tmp_path: Path) -> None:
     """All ranks end it together, so it ends at the next check of the loss. The checkpoints before stay."""
-    seen = run(tmp_path, checkpoint_every=1)
+    seen = run(tmp_path, run={"checkpoint_every": 1})
     assert seen.final["diverged"]
     row = seen.nonfinite[0]
     reason = f"step {row['step']}, learner {row['learner']}: the gradient of {row['parameter']} is not finite"
@@ -66,9 +69,10 @@ def test_a_run_that_raises_has_diverged_and_says_why(tmp_path: Path) -> None:
 def test_a_diverged_run_keeps_its_last_finite_checkpoints(strategy: str, tmp_path: Path) -> None:
     """Every step is saved, and the loss is checked every 20 steps only. A baseline checks no gradients."""
     fields = {
-        "strategy": strategy, "learners": 1 if strategy == "single" else 2, "lr": 1e6, "steps": 19,
-        "optimizer_options": {}, "warmup": 0, "checkpoint_every": 1, "epochs": None, "evaluate_every": 0,
-    }  # fmt: skip
+        "strategy": {"name": strategy, "learners": 1 if strategy == "single" else 2},
+        "optimizer": {"lr": 1e6, "warmup": 0},
+        "run": {"steps": 19, "checkpoint_every": 1, "epochs": None, "evaluate_every": 0},
+    }
     seen = run(tmp_path / "safe", helper.images(), **fields)
     assert seen.final["diverged"]
     step, state = last_checkpoint(tmp_path / "safe")
@@ -76,14 +80,14 @@ def test_a_diverged_run_keeps_its_last_finite_checkpoints(strategy: str, tmp_pat
     assert is_finite(tensors_of(state["optimizer"]))
     if strategy == "single":
         assert step < 4, "the first epoch ends at step 4, with a loss that is not finite"
-        run(tmp_path / "asked", helper.images(), **fields, save_nonfinite=True)
+        run(tmp_path / "asked", helper.images(), **merged(fields, {"run": {"save_nonfinite": True}}))
         assert not is_finite(tensors_of(last_checkpoint(tmp_path / "asked")[1]["model"]))
 
 
 def test_quarantine_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """Also if the average is still to come, in the next forward pass."""
-    fields = {"on_nonfinite": "quarantine", "strategy_options": {"order": "combine_then_adapt"}, "checkpoint_every": 1}
-    through = run(tmp_path / "through", **fields, keep_last=20)
+    fields = {"strategy": {"on_nonfinite": "quarantine", "order": "combine_then_adapt"}, "run": {"checkpoint_every": 1}}
+    through = run(tmp_path / "through", **merged(fields, {"run": {"keep_last": 20}}))
     bad = through.nonfinite[0]["step"]
     model = (tmp_path / "through" / "model.safetensors").read_bytes()
     for name in ("record.jsonl", "model.safetensors"):
@@ -101,10 +105,13 @@ def test_quarantine_resumes_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"strategy": "ssgd", "on_nonfinite": "quarantine"}, "ssgd has no neighbours: take 'skip'"),
-        ({"strategy": "single", "learners": 1, "on_nonfinite": "skip"}, "single checks no gradients, leave it out"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore': choose from raise, skip, quarantine"),
-        ({"learners": 1, "on_nonfinite": "quarantine"}, "one learner has no neighbours"),
+        ({"strategy": {"name": "ssgd", "on_nonfinite": "quarantine"}}, "ssgd has no neighbours: take 'skip'"),
+        (
+            {"strategy": {"name": "single", "learners": 1, "on_nonfinite": "skip"}},
+            "single checks no gradients, leave it out",
+        ),
+        ({"strategy": {"on_nonfinite": "ignore"}}, "on_nonfinite is 'ignore': choose from raise, skip, quarantine"),
+        ({"strategy": {"learners": 1, "on_nonfinite": "quarantine"}}, "one learner has no neighbours"),
     ],
 )
 def test_bad_input(fields: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -13,29 +13,32 @@ import pytest
 import torch
 
 from ddpcore.training import RunRecord, TrainConfig, train
+from ddpcore.training.config import merged
 from helpers import images as helper
 from helpers.resumed import back_to, without_times
 
 ALONE = {
     "single": {},
-    "torch": {"optimizer": "torch_sgd", "optimizer_options": {"momentum": 0.9, "nesterov": True}, "max_grad_norm": 0.1},
-    "adam": {"optimizer": "adam", "optimizer_options": {}, "lr": 0.01},
-    "lars": {"optimizer": "lars", "param_groups": True, "optimizer_options": {"weight_decay": 1e-4}},
-    "bf16": {"precision": "bf16", "label_smoothing": 0.1},
-    "channels_last": {"channels_last": True},
-    "bf16 learners": {"learners": 2, "strategy": "dpsgd", "precision": "bf16"},
-    "recalibrated": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2},
+    "torch": {"optimizer": {"name": "torch_sgd", "momentum": 0.9, "nesterov": True, "max_grad_norm": 0.1}},
+    "adam": {"optimizer": {"name": "adam", "lr": 0.01}},
+    "lars": {"optimizer": {"name": "lars", "param_groups": True, "weight_decay": 1e-4}},
+    "bf16": {"model": {"precision": "bf16"}, "optimizer": {"label_smoothing": 0.1}},
+    "channels_last": {"model": {"channels_last": True}},
+    "bf16 learners": {"strategy": {"learners": 2, "name": "dpsgd"}, "model": {"precision": "bf16"}},
+    "recalibrated": {"run": {"evaluation_batch_norm": "recalibrate", "recalibration_batches": 2}},
 }
 RUNS: dict[str, dict[str, Any]] = {
-    **{name: {"learners": 3, **fields} for name, fields in helper.STRATEGIES.items()},
+    **{name: merged({"strategy": {"learners": 3}}, fields) for name, fields in helper.STRATEGIES.items()},
     **ALONE,
-    "policies": {"learners": 3, "strategy": "dpsgd", "policies": {"momentum": "gossip", "batch_norm": "average"}},
+    "policies": {
+        "strategy": {"name": "dpsgd", "learners": 3, "policies": {"momentum": "gossip", "batch_norm": "average"}},
+    },
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_bits(name: str, tmp_path: Path) -> None:
-    config = helper.config(**RUNS[name])
+    config = helper.config(RUNS[name])
     through = train(config, out=tmp_path / "through", dataset=helper.images())
     assert through.final["step"] == 6 and not through.final["diverged"]
     shutil.copytree(tmp_path / "through", tmp_path / "resumed")
@@ -54,8 +57,8 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
 def test_checkpoints_change_nothing(tmp_path: Path) -> None:
     """Evaluations change nothing either."""
     ends = []
-    for fields in ({}, {"checkpoint_every": 0, "evaluate_every": 0}):
-        config = helper.config(learners=2, strategy="dpsgd", **fields)
+    for fields in ({}, {"run": {"checkpoint_every": 0, "evaluate_every": 0}}):
+        config = helper.config(fields, strategy={"learners": 2, "name": "dpsgd"})
         train(config, out=tmp_path / str(len(ends)), dataset=helper.images())
         ends.append((tmp_path / str(len(ends)) / "model.safetensors").read_bytes())
     assert ends[0] == ends[1]
@@ -71,28 +74,32 @@ def test_a_run_that_is_over_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_resume_begins_where_there_is_nothing(tmp_path: Path) -> None:
-    record = train(helper.config(steps=2), out=tmp_path / "new", resume=True, dataset=helper.images())
+    record = train(helper.config(run={"steps": 2}), out=tmp_path / "new", resume=True, dataset=helper.images())
     assert record.final["step"] == 2
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+    train(helper.config(run={"steps": 1}), out=tmp_path, dataset=helper.images())
     with pytest.raises(ValueError, match="holds a run already: take another folder, or resume=True"):
-        train(helper.config(steps=1), out=tmp_path, dataset=helper.images())
+        train(helper.config(run={"steps": 1}), out=tmp_path, dataset=helper.images())
 
 
 def test_another_config_is_refused(tmp_path: Path) -> None:
-    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
-    with pytest.raises(ValueError, match=r"holds another run: lr is 0\.1, not 0\.05: take another folder"):
-        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+    train(helper.config(run={"steps": 3}), out=tmp_path, dataset=helper.images())
+    with pytest.raises(ValueError, match=r"holds another run: optimizer\.lr is 0\.1, not 0\.05: take another folder"):
+        train(
+            helper.config(run={"steps": 3}, optimizer={"lr": 0.1}), out=tmp_path, resume=True, dataset=helper.images()
+        )
     (tmp_path / "record.jsonl").unlink()  # the checkpoint has the config too
-    with pytest.raises(ValueError, match=r"step-00000003 is of another run: lr is 0\.1, not 0\.05$"):
-        train(helper.config(steps=3, lr=0.1), out=tmp_path, resume=True, dataset=helper.images())
+    with pytest.raises(ValueError, match=r"step-00000003 is of another run: optimizer\.lr is 0\.1, not 0\.05$"):
+        train(
+            helper.config(run={"steps": 3}, optimizer={"lr": 0.1}), out=tmp_path, resume=True, dataset=helper.images()
+        )
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     """With the same config, but data with another number of classes."""
-    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    train(helper.config(run={"steps": 3}), out=tmp_path, dataset=helper.images())
     back_to(3, tmp_path)
     dataset = helper.images()
     other = type(dataset)("five", dataset.train, dataset.test, 5, dataset.input_shape)
@@ -100,12 +107,12 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"of another model: classifier.7.weight is \(4, 84\) there and \(5, 84\) here"
     ):
-        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=other)
+        train(helper.config(run={"steps": 3}), out=tmp_path, resume=True, dataset=other)
 
 
 def test_other_samples_are_refused(tmp_path: Path) -> None:
     """With the same config: the files of its folder, or the data set that is passed, may have changed."""
-    config = helper.config(steps=3)
+    config = helper.config(run={"steps": 3})
     train(config, out=tmp_path, dataset=helper.images())
     other = helper.images().with_random_labels(1)
     with pytest.raises(ValueError, match="holds a run on other samples: take another folder"):
@@ -123,14 +130,22 @@ def test_other_samples_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_holds_the_files_of_other_samples(tmp_path: Path) -> None:
     """A run depends on the samples in the folder, and not on its path."""
     sizes = {"depth": 1, "width": 4, "bottleneck": 3}
-    config = {"model": "speech_lstm", "model_options": sizes, "dataset": "features", "batch_size": 10, "steps": 3}
+    config = {
+        "model": {"name": "speech_lstm", **sizes},
+        "data": {"name": "features", "batch_size": 10},
+        "run": {"steps": 3},
+    }
     for name, size in (("first", 20), ("second", 30)):
         (tmp_path / name / "train").mkdir(parents=True)
         arrays = {"inputs": np.zeros((size, 2, 3), np.float32), "labels": np.arange(size) % 2}
         np.savez(tmp_path / name / "train" / "a.npz", **arrays)
 
     def run(name: str) -> RunRecord:
-        return train(TrainConfig(**config, data_dir=str(tmp_path / name)), out=tmp_path / "out", resume=True)
+        return train(
+            TrainConfig.from_dict(merged(config, {"data": {"data_dir": str(tmp_path / name)}})),
+            out=tmp_path / "out",
+            resume=True,
+        )
 
     run("first")
     back_to(3, tmp_path / "out")
@@ -143,7 +158,7 @@ def test_a_folder_that_holds_the_files_of_other_samples(tmp_path: Path) -> None:
 def test_how_often_things_are_written_may_change(tmp_path: Path) -> None:
     train(helper.config(), out=tmp_path, dataset=helper.images())
     back_to(3, tmp_path)
-    changed: TrainConfig = helper.config(checkpoint_every=2, keep_last=1)
+    changed: TrainConfig = helper.config(run={"checkpoint_every": 2, "keep_last": 1})
     train(changed, out=tmp_path, resume=True, dataset=helper.images())
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
 
@@ -172,9 +187,9 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path, capsys
 
 
 def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(helper.config(steps=3), out=tmp_path, dataset=helper.images())
+    train(helper.config(run={"steps": 3}), out=tmp_path, dataset=helper.images())
     back_to(3, tmp_path)
     (tmp_path / "checkpoints" / "step-00000003" / "rank-0.json").write_text("{}")
     with pytest.raises(ValueError, match=r"every checkpoint is damaged: remove .* to begin anew"):
-        train(helper.config(steps=3), out=tmp_path, resume=True, dataset=helper.images())
+        train(helper.config(run={"steps": 3}), out=tmp_path, resume=True, dataset=helper.images())
     assert "there is none before it" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_ddp_on_three_ranks() -> None:
 
 def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) -> None:
     """They change no weight. Those of virtual learners differ by rounding only; those of a resumed run are equal."""
-    virtual = train(helper.config(**helper.WATCHED), out=tmp_path, dataset=helper.images())
+    virtual = train(helper.config(helper.WATCHED), out=tmp_path, dataset=helper.images())
     for rank in seen:
         contents = [rank[name]["contents"][0]["model.safetensors"] for name in ("plain", "watched")]
         assert contents[0] == contents[1]

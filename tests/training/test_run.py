@@ -23,7 +23,7 @@ from helpers import images as helper
 
 
 def test_the_record(tmp_path: Path) -> None:
-    config = helper.config(learners=2, strategy="dpsgd", schedule="cosine")
+    config = helper.config(strategy={"learners": 2, "name": "dpsgd"}, optimizer={"schedule": "cosine"})
     record = train(config, out=tmp_path, dataset=helper.images())
     assert record == RunRecord.read(tmp_path)
     header = record.header
@@ -50,7 +50,7 @@ def test_the_record(tmp_path: Path) -> None:
 def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path: Path) -> None:
     """With a learning rate of 0 all steps have the same weights, so that the test can compute the loss."""
     dataset = helper.images(augment=False)
-    config = helper.config(model_options={"dropout": 0.0}, lr=0.0, warmup=0)
+    config = helper.config(model={"dropout": 0.0}, optimizer={"lr": 0.0, "warmup": 0})
     record = train(config, out=tmp_path, dataset=dataset)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4, dropout=0.0)
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
@@ -65,7 +65,7 @@ def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path
 @pytest.mark.parametrize("batch_norm", ["average", "recalibrate", "local"])
 def test_the_model_that_is_kept_is_the_one_that_was_scored(batch_norm: str, tmp_path: Path) -> None:
     dataset = helper.images()
-    config = helper.config(**helper.PLAIN, evaluation_batch_norm=batch_norm, recalibration_batches=2)
+    config = helper.config(helper.PLAIN, run={"evaluation_batch_norm": batch_norm, "recalibration_batches": 2})
     record = train(config, out=tmp_path, dataset=dataset)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
@@ -75,15 +75,17 @@ def test_the_model_that_is_kept_is_the_one_that_was_scored(batch_norm: str, tmp_
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    config = helper.config(steps=80, learners=2, strategy="ssgd", model_options={"dropout": 0.0}, checkpoint_every=0)
+    config = helper.config(
+        run={"steps": 80, "checkpoint_every": 0}, strategy={"learners": 2, "name": "ssgd"}, model={"dropout": 0.0}
+    )
     record = train(config, out=tmp_path, dataset=helper.images())
     assert record.epochs[-1]["train_loss"] < 0.5 * record.epochs[0]["train_loss"]
     assert record.final["best_accuracy"] > 0.9
 
 
 def test_a_target_ends_the_run(tmp_path: Path) -> None:
-    fields = {"learners": 2, "strategy": "ssgd", "model_options": {"dropout": 0.0}, "checkpoint_every": 0}
-    config = helper.config(steps=80, target=0.5, **fields)
+    fields = {"strategy": {"learners": 2, "name": "ssgd"}, "model": {"dropout": 0.0}, "run": {"checkpoint_every": 0}}
+    config = helper.config(fields, run={"steps": 80, "target": 0.5})
     record = train(config, out=tmp_path, dataset=helper.images())
     *before, last = [row["accuracy"] for row in record.epochs]
     assert last >= 0.5 and all(accuracy < 0.5 for accuracy in before)
@@ -92,7 +94,7 @@ def test_a_target_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_divergence_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
-    config = helper.config(lr=1e20, steps=100, warmup=0)
+    config = helper.config(optimizer={"lr": 1e20, "warmup": 0}, run={"steps": 100})
     record = train(config, out=tmp_path, dataset=helper.images())
     assert record.final["diverged"] and record.final["step"] < 100
     assert record.epochs[-1]["train_loss"] is None, "JSON has no NaN"
@@ -100,18 +102,20 @@ def test_divergence_ends_the_run_and_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_loss_far_above_the_first_one_is_divergence(tmp_path: Path) -> None:
-    fields = {"lr": 1.0, "steps": 30, "warmup": 0, "optimizer_options": {}, "checkpoint_every": 0}
-    free = train(helper.config(**fields), out=tmp_path / "free", dataset=helper.images())
+    fields = {"optimizer": {"lr": 1.0, "momentum": 0.0, "warmup": 0}, "run": {"steps": 30, "checkpoint_every": 0}}
+    free = train(helper.config(fields), out=tmp_path / "free", dataset=helper.images())
     guessing = math.log(helper.NUM_CLASSES)  # the first loss, nearly
     assert free.final["step"] == 30 and not free.final["diverged"]
     assert free.epochs[0]["train_loss"] > 2 * guessing, "the loss rises far enough for this test"
-    watched = train(helper.config(**fields, diverged_above=1.5), out=tmp_path / "watched", dataset=helper.images())
+    watched = train(
+        helper.config(fields, run={"diverged_above": 1.5}), out=tmp_path / "watched", dataset=helper.images()
+    )
     assert watched.final["diverged"] and watched.final["step"] < 30
 
 
 def test_validation_leaves_the_test_split_to_the_end(tmp_path: Path) -> None:
     dataset = helper.images(validation=10)
-    config = helper.config(num_validation=10, evaluate_on="validation", batch_size=10, steps=8)
+    config = helper.config(data={"num_validation": 10, "batch_size": 10}, run={"evaluate_on": "validation", "steps": 8})
     record = train(config, out=tmp_path, dataset=dataset)
     assert [row["split"] for row in record.epochs] == ["validation"] * 2
     assert all((10 * row["accuracy"]) % 1 == pytest.approx(0) for row in record.epochs)
@@ -122,7 +126,7 @@ def test_validation_leaves_the_test_split_to_the_end(tmp_path: Path) -> None:
 def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
     """Of the model that is written. The scores of the epochs are those of the validation split."""
     dataset = helper.images(validation=10)
-    config = helper.config(num_validation=10, evaluate_on="validation", batch_size=10, steps=8)
+    config = helper.config(data={"num_validation": 10, "batch_size": 10}, run={"evaluate_on": "validation", "steps": 8})
     record = train(config, out=tmp_path, dataset=dataset)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
@@ -143,14 +147,17 @@ def test_the_final_scores_are_those_of_the_test_split(tmp_path: Path) -> None:
 def test_how_often_it_evaluates(tmp_path: Path) -> None:
     epochs = []
     for every in (2, 0):
-        config = helper.config(steps=None, epochs=5, evaluate_every=every, checkpoint_every=0)
+        config = helper.config(run={"steps": None, "epochs": 5, "evaluate_every": every, "checkpoint_every": 0})
         record = train(config, out=tmp_path / str(every), dataset=helper.images())
         epochs.append([row["epoch"] for row in record.epochs if "accuracy" in row])
     assert epochs == [[2, 4, 5], [5]]
 
 
 def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
-    config = helper.config(steps=None, epochs=6, lr=0.3, checkpoint_every=None, keep_last=1, keep_best=True)
+    config = helper.config(
+        run={"steps": None, "epochs": 6, "checkpoint_every": None, "keep_last": 1, "keep_best": True},
+        optimizer={"lr": 0.3},
+    )
     record = train(config, out=tmp_path, dataset=helper.images())
     kept = sorted(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir())
     assert record.final["best_epoch"] < 6, "otherwise this test shows nothing"
@@ -164,8 +171,8 @@ def test_keep_best_saves_the_best_between_two_checkpoints(tmp_path: Path) -> Non
     """
     dataset, folders = helper.images(), {}
     for keep_best, keep_last in ((True, 1), (False, 10)):
-        fields = {"steps": None, "epochs": 6, "lr": 0.3, "seed": 2, "checkpoint_every": 5}
-        config = helper.config(**fields, keep_best=keep_best, keep_last=keep_last)
+        fields = {"run": {"steps": None, "epochs": 6, "seed": 2, "checkpoint_every": 5}, "optimizer": {"lr": 0.3}}
+        config = helper.config(fields, run={"keep_best": keep_best, "keep_last": keep_last})
         record = train(config, out=tmp_path / str(keep_best), dataset=dataset)
         folders[keep_best] = Checkpoints(folder=record.path.parent / "checkpoints", config={})
     best = 4 * record.final["best_epoch"]
@@ -210,7 +217,9 @@ def test_a_world_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_synthetic_data_take_the_shape_of_the_model(tmp_path: Path) -> None:
-    config = TrainConfig(model="mlp", steps=2, batch_size=10, device="cpu", checkpoint_every=0)
+    config = TrainConfig.from_dict(
+        {"model": "mlp", "run": {"steps": 2, "device": "cpu", "checkpoint_every": 0}, "data": {"batch_size": 10}}
+    )
     record = train(config, out=tmp_path)
     assert record.final["accuracy"] is None, "there is no test split"
     assert "accuracy" not in record.epochs[0]

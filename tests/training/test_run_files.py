@@ -23,14 +23,14 @@ from helpers import images as helper
 
 
 def run(out: Path, resume: bool = False, **fields: Any) -> RunRecord:
-    return train(helper.config(**fields), out=out, resume=resume, dataset=helper.images())
+    return train(helper.config(fields), out=out, resume=resume, dataset=helper.images())
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
     """A run of six steps, stopped after the checkpoint of step 4."""
     out = tmp_path / "stopped"
-    run(out, checkpoint_every=4)
+    run(out, run={"checkpoint_every": 4})
     (out / "model.safetensors").unlink()
     lines = (out / RECORD).read_text().splitlines(keepends=True)
     (out / RECORD).write_text("".join(line for line in lines if json.loads(line)["kind"] != "end"))
@@ -47,8 +47,8 @@ def test_a_record_that_a_crash_has_cut(damage: str, stopped: Path, tmp_path: Pat
         "missing": path.unlink,
         "half a line": lambda: path.write_text(text + '{"kind": "epoch", "st'),
     }[damage]()
-    seen = run(stopped, resume=True, checkpoint_every=4)
-    through = run(tmp_path / "through", checkpoint_every=4)
+    seen = run(stopped, run={"checkpoint_every": 4}, resume=True)
+    through = run(tmp_path / "through", run={"checkpoint_every": 4})
     assert seen.header["config"] == through.header["config"]
     assert [row["step"] for row in seen.resumed] == [4] and seen.resumed[0]["device"] == through.header["device"]
     assert seen.final["accuracy"] == through.final["accuracy"]
@@ -65,11 +65,11 @@ def test_a_resumed_run_says_which_lines_it_dropped(
     lines = path.read_bytes().splitlines(keepends=True)
     lines[number] = lines[number].replace(b'"kind": "', b'"kind": "x', 1)
     path.write_bytes(b"".join(lines))
-    seen = run(stopped, resume=True, checkpoint_every=4)
+    seen = run(stopped, run={"checkpoint_every": 4}, resume=True)
     said = f"ddpcore: {path}: line {number + 1} is damaged: it does not match its checksum: the run goes on without it"
     assert said in capsys.readouterr().err.splitlines()
     assert not RunRecord.read(stopped).problems
-    through = run(tmp_path / "through", checkpoint_every=4)
+    through = run(tmp_path / "through", run={"checkpoint_every": 4})
     assert seen.header["config"] == through.header["config"]
     assert [row["step"] for row in seen.epochs] == ([4, 6] if number == 0 else [6])
     ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
@@ -81,7 +81,7 @@ def test_checkpoints_without_a_record_are_a_run(stopped: Path) -> None:
     (stopped / RECORD).unlink()
     before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     with pytest.raises(ValueError, match="holds a run already"):
-        run(stopped, checkpoint_every=4)
+        run(stopped, run={"checkpoint_every": 4})
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
 
 
@@ -97,12 +97,12 @@ def test_a_run_that_was_made_meanwhile_is_left_as_it_is(tmp_path: Path, monkeypa
 
     def slowly(*args: Any) -> Any:
         monkeypatch.setattr(run_module, "build_trainer", build)
-        run(tmp_path, steps=5)
+        run(tmp_path, run={"steps": 5})
         return build(*args)
 
     monkeypatch.setattr(run_module, "build_trainer", slowly)
     with pytest.raises(ValueError, match="holds a run already"):
-        run(tmp_path, steps=3)
+        run(tmp_path, run={"steps": 3})
     seen = RunRecord.read(tmp_path)
     assert (seen.header["total_steps"], seen.final["step"]) == (5, 5)
 
@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
 
 
 def test_weights_that_blow_up_in_the_last_step_are_a_divergence(tmp_path: Path) -> None:
-    seen = run(tmp_path, lr=1e30, steps=1, optimizer="torch_sgd", optimizer_options={})
+    seen = run(tmp_path, optimizer={"lr": 1e30, "name": "torch_sgd"}, run={"steps": 1})
     assert seen.final["diverged"]
     assert seen.final["best_accuracy"] is None
 

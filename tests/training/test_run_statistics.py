@@ -13,18 +13,20 @@ from safetensors.torch import load_file
 
 from ddpcore.data import Dataset
 from ddpcore.diagnostics import Hessian, NoiseStatistics, flatness
+from ddpcore.options.keys import get
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.training.config import merged
 from ddpcore.training.statistics import random_samples
 from helpers import images as helper
 
-WATCHED = {"learners": 3, "statistics_every": 2}
+WATCHED = {"strategy": {"learners": 3}, "run": {"statistics_every": 2}}
 TIMES = ("seconds", "share")
 
 
 def run(out: Path, dataset: Dataset | None = None, **fields: Any) -> RunRecord:
-    return train(helper.config(**fields), out=out, dataset=dataset or helper.images())
+    return train(helper.config(fields), out=out, dataset=dataset or helper.images())
 
 
 def numbers(record: RunRecord) -> list[dict[str, Any]]:
@@ -34,9 +36,9 @@ def numbers(record: RunRecord) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", sorted(set(helper.STRATEGIES) - {"push_sum"}))
 def test_training_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """With dropout, batch normalisation, augmentation and momentum."""
-    fields = {"learners": 3, **helper.STRATEGIES[name]}
+    fields = merged({"strategy": {"learners": 3}}, helper.STRATEGIES[name])
     plain = run(tmp_path / "plain", **fields)
-    watched = run(tmp_path / "watched", **fields, statistics_every=2, flatness_samples=20)
+    watched = run(tmp_path / "watched", **merged(fields, {"run": {"statistics_every": 2, "flatness_samples": 20}}))
     for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
         both = [(tmp_path / out / file) for out in ("plain", "watched")]
         assert weights_of(both[0]) == weights_of(both[1]), file
@@ -67,16 +69,18 @@ def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, m
         return is_complete
 
     monkeypatch.setattr(Checkpoints, "save", save_and_crash)
-    fields = {**WATCHED, "strategy": strategy, "checkpoint_every": 1}
+    fields = merged(WATCHED, {"strategy": strategy, "run": {"checkpoint_every": 1}})
     through = run(tmp_path / "through", **fields)
     monkeypatch.undo()
     torch.manual_seed(99)
-    resumed = train(helper.config(**fields), out=tmp_path / "resumed", resume=True, dataset=helper.images())
+    resumed = train(helper.config(fields), out=tmp_path / "resumed", resume=True, dataset=helper.images())
     assert [line["step"] for line in resumed.statistics] == [2, 4, 6]
     assert numbers(resumed) == numbers(through)
 
 
-@pytest.mark.parametrize("fields", [{}, {"learners": 3, "strategy": "ssgd"}, {"learners": 3, "strategy": "dpsgd"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"strategy": {"learners": 3, "name": "ssgd"}}, {"strategy": {"learners": 3, "name": "dpsgd"}}]
+)
 def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and noise statistics keep their bits, and a resumed run writes the same records."""
     save = Checkpoints.save
@@ -88,12 +92,12 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
         return is_complete
 
     monkeypatch.setattr(Checkpoints, "save", save_and_crash)
-    noise = {"statistics_every": 2} if fields else {}
-    fields = {"checkpoint_every": 1, **fields, **noise}
+    noise = {"run": {"statistics_every": 2}} if fields else {}
+    fields = merged(merged({"run": {"checkpoint_every": 1}}, fields), noise)
     plain = run(tmp_path / "plain", **fields)
-    through = run(tmp_path / "through", **fields, **helper.HESSIAN)
+    through = run(tmp_path / "through", **merged(fields, helper.HESSIAN))
     torch.manual_seed(99)
-    config = helper.config(**fields, **helper.HESSIAN)
+    config = helper.config(fields, helper.HESSIAN)
     resumed = train(config, out=tmp_path / "resumed", resume=True, dataset=helper.images())
     files = ["model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"]
     contents = [[(tmp_path / out / file).read_bytes() for file in files] for out in ("plain", "through", "resumed")]
@@ -104,7 +108,7 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
     assert [line["step"] for line in records[0]] == [3, 6]
     for line in records[0]:
         assert line["problem"] is None and line["largest"][0] > line["largest"][1] > line["smallest"]
-        is_gossip = fields.get("strategy") == "dpsgd"
+        is_gossip = get(fields, "strategy") == "dpsgd"
         for name in ("disagreement", "noise_shares"):
             assert (line[name] is not None and len(line[name]) == 2) == is_gossip, name
     assert plain.hessian == []
@@ -112,10 +116,15 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
 
 def test_the_hessian_is_that_of_the_training_set(tmp_path: Path) -> None:
     """SSGD's learners are equal: one pass over all samples, without random layers, has the same largest eigenvalue."""
-    config = TrainConfig(
-        model="mlp", dataset="digits", batch_size=40, learners=4, steps=1, lr=0.5, strategy="ssgd", num_train=202,
-        hessian_every=1, hessian_top=1, device="cpu", label_smoothing=0.1, model_options={"hidden": [8]},
-    )  # fmt: skip
+    config = TrainConfig.from_dict(
+        {
+            "model": {"name": "mlp", "hidden": [8]},
+            "data": {"name": "digits", "batch_size": 40, "num_train": 202},
+            "strategy": {"learners": 4, "name": "ssgd"},
+            "run": {"steps": 1, "hessian_every": 1, "hessian_top": 1, "device": "cpu"},
+            "optimizer": {"lr": 0.5, "label_smoothing": 0.1},
+        }
+    )
     (line,) = train(config, out=tmp_path).hessian
     place = LearnerPlacement.of(config, None)
     trainer = build_trainer(place, build_dataset(place))
@@ -129,10 +138,15 @@ def test_the_hessian_is_that_of_the_training_set(tmp_path: Path) -> None:
 
 def test_the_full_gradient_is_that_of_the_training_set(tmp_path: Path) -> None:
     """Learners of SSGD are equal: one pass over all samples, without random layers, gives the same gradient."""
-    config = TrainConfig(
-        model="mlp", dataset="synthetic", batch_size=40, learners=4, steps=1, lr=0.5, strategy="ssgd",
-        statistics_every=1, device="cpu", label_smoothing=0.1, accumulation=2,
-    )  # fmt: skip
+    config = TrainConfig.from_dict(
+        {
+            "model": "mlp",
+            "data": {"name": "synthetic", "batch_size": 40, "accumulation": 2},
+            "strategy": {"learners": 4, "name": "ssgd"},
+            "run": {"steps": 1, "statistics_every": 1, "device": "cpu"},
+            "optimizer": {"lr": 0.5, "label_smoothing": 0.1},
+        }
+    )
     record = train(config, out=tmp_path)
     place = LearnerPlacement.of(config, None)
     trainer = build_trainer(place, build_dataset(place))
@@ -152,7 +166,9 @@ def test_a_part_of_the_training_set(tmp_path: Path) -> None:
     """Samples that three learners cannot divide equally are left out; the seed chooses the part."""
     records = [
         run(
-            tmp_path / str(number), helper.images(augment=False), **WATCHED, strategy="ssgd", statistics_samples=samples
+            tmp_path / str(number),
+            helper.images(augment=False),
+            **merged(WATCHED, {"strategy": "ssgd", "run": {"statistics_samples": samples}}),
         )
         for number, samples in enumerate((20, 20, 48))
     ]
@@ -165,8 +181,10 @@ def test_a_part_of_the_training_set(tmp_path: Path) -> None:
 
 def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     dataset = helper.images(augment=False)
-    record = run(tmp_path, dataset, learners=2, strategy="dpsgd", flatness_samples=50)
-    trainer = build_trainer(LearnerPlacement.of(helper.config(learners=2, strategy="dpsgd"), None), dataset)
+    record = run(tmp_path, dataset, strategy={"learners": 2, "name": "dpsgd"}, run={"flatness_samples": 50})
+    trainer = build_trainer(
+        LearnerPlacement.of(helper.config(strategy={"learners": 2, "name": "dpsgd"}), None), dataset
+    )
     model = trainer.handle.evaluation_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     model.eval()
@@ -175,13 +193,13 @@ def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     assert record.final["flatness"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert record.final["flatness"]["hessian_eigenvalue"] == pytest.approx(expected.hessian_eigenvalue, rel=1e-2)
     with pytest.raises(ValueError, match="flatness_samples is 51: take 1 to 50"):
-        run(tmp_path / "refused", dataset, learners=2, strategy="dpsgd", flatness_samples=51)
+        run(tmp_path / "refused", dataset, strategy={"learners": 2, "name": "dpsgd"}, run={"flatness_samples": 51})
     assert not (tmp_path / "refused").exists(), "before anything is trained"
 
 
 def test_flatness_of_attention(tmp_path: Path) -> None:
     tiny = {"patch_size": 16, "width": 8, "depth": 1, "num_heads": 2, "mlp_width": 8}
-    record = run(tmp_path, model="vit", model_options=tiny, flatness_samples=20)
+    record = run(tmp_path, model={"name": "vit", **tiny}, run={"flatness_samples": 20})
     assert math.isfinite(record.final["flatness"]["relative_eigenvalue"])
     assert record.final["flatness_reason"] is None
 
@@ -191,7 +209,7 @@ def test_an_error_of_flatness_does_not_lose_the_training(tmp_path: Path, monkeyp
         raise MemoryError("out of memory")
 
     monkeypatch.setattr("ddpcore.training.loop.flatness_of", fails)
-    record = run(tmp_path, flatness_samples=20)
+    record = run(tmp_path, run={"flatness_samples": 20})
     assert record.final["flatness"] is None
     assert record.final["flatness_reason"] == "MemoryError: out of memory"
     assert record.final["step"] == 6 and record.final["accuracy"] is not None
@@ -200,29 +218,41 @@ def test_an_error_of_flatness_does_not_lose_the_training(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"statistics_every": 5}, "statistics_every is 5: it needs at least two learners"),
-        ({"statistics_every": 5, "learners": 2, "strategy": "push_sum"}, "other than ddp, push_sum and adpsgd"),
-        ({"statistics_every": -1}, "statistics_every is -1"),
-        ({"hessian_every": 5, "learners": 2, "strategy": "push_sum"}, "hessian_every is 5: push_sum does not show"),
-        ({"hessian_every": 5, "learners": 3, "on_failure": "shrink", "strategy": "dpsgd"}, "leave them out"),
-        ({"hessian_samples": 0}, "hessian_samples is 0"),
-        ({"statistics_samples": 0}, "statistics_samples is 0"),
-        ({"flatness_samples": -1}, "flatness_samples is -1"),
-        ({"escape_loss": 0.5}, "escape_loss is 0.5: the statistics compute the full loss, set statistics_every"),
+        ({"run": {"statistics_every": 5}}, "statistics_every is 5: it needs at least two learners"),
+        (
+            {"run": {"statistics_every": 5}, "strategy": {"learners": 2, "name": "push_sum"}},
+            "other than ddp, push_sum and adpsgd",
+        ),
+        ({"run": {"statistics_every": -1}}, "statistics_every is -1"),
+        (
+            {"run": {"hessian_every": 5}, "strategy": {"learners": 2, "name": "push_sum"}},
+            "hessian_every is 5: push_sum does not show",
+        ),
+        (
+            {"run": {"hessian_every": 5}, "strategy": {"learners": 3, "on_failure": "shrink", "name": "dpsgd"}},
+            "leave them out",
+        ),
+        ({"run": {"hessian_samples": 0}}, "hessian_samples is 0"),
+        ({"run": {"statistics_samples": 0}}, "statistics_samples is 0"),
+        ({"run": {"flatness_samples": -1}}, "flatness_samples is -1"),
+        (
+            {"run": {"escape_loss": 0.5}},
+            "escape_loss is 0.5: the statistics compute the full loss, set statistics_every",
+        ),
     ],
 )
 def test_refusals(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        helper.config(**fields)
+        helper.config(fields)
 
 
 def test_too_many_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="statistics_samples is 51: take 3 to 50, the size of the training set"):
-        run(tmp_path, **WATCHED, strategy="ssgd", statistics_samples=51)
+        run(tmp_path, **merged(WATCHED, {"strategy": "ssgd", "run": {"statistics_samples": 51}}))
     with pytest.raises(ValueError, match="hessian_samples is 51: take 1 to 50, the size of the training set"):
-        run(tmp_path, hessian_every=1, hessian_samples=51)
+        run(tmp_path, run={"hessian_every": 1, "hessian_samples": 51})
     with pytest.raises(ValueError, match="hessian_top is 100000000: it must be"):
-        run(tmp_path, hessian_every=1, hessian_top=100_000_000)
+        run(tmp_path, run={"hessian_every": 1, "hessian_top": 100_000_000})
     assert not [*tmp_path.iterdir()]
 
 
@@ -230,9 +260,12 @@ def test_too_many_samples_are_refused(tmp_path: Path) -> None:
 def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, tmp_path: Path) -> None:
     """With a tiny learning rate, dropout, batch norm of micro-batches and clipping must cause no landscape noise."""
     (*_, last) = run(
-        tmp_path, learners=2, strategy="local_sgd", statistics_every=2, lr=1e-9, accumulation=accumulation,
-        max_grad_norm=0.1, optimizer="torch_sgd",
-    ).statistics  # fmt: skip
+        tmp_path,
+        strategy={"learners": 2, "name": "local_sgd"},
+        run={"statistics_every": 2},
+        optimizer={"lr": 1e-9, "max_grad_norm": 0.1, "name": "torch_sgd", "momentum": 0.9},
+        data={"accumulation": accumulation},
+    ).statistics
     moves = last["dynamics"]
     assert last["valid"] and last["at_mean"]
     assert moves["mean_grad_squared"] < 0.011, "otherwise nothing was clipped"
@@ -241,7 +274,12 @@ def test_the_gradient_at_the_mean_is_that_of_the_same_passes(accumulation: int, 
 
 def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) -> None:
     """50 images in batches of 24: in every third step each learner takes one image."""
-    record = run(tmp_path, learners=2, strategy="ssgd", statistics_every=3, batch_size=24, drop_last=False, steps=6)
+    record = run(
+        tmp_path,
+        strategy={"learners": 2, "name": "ssgd"},
+        run={"statistics_every": 3, "steps": 6},
+        data={"batch_size": 24, "drop_last": False},
+    )
     assert [line["num_skipped"] for line in record.statistics] == [1, 1]
     assert [line["num_steps"] for line in record.statistics] == [2, 3]
     assert all(line["valid"] for line in record.statistics)
@@ -249,11 +287,11 @@ def test_the_smaller_batch_at_the_end_of_an_epoch_is_left_out(tmp_path: Path) ->
 
 def test_without_replacement_is_accounted_for(tmp_path: Path) -> None:
     """The set has 50 samples: without the correction |G|^2 would be smaller by tr S / 50."""
-    record = run(tmp_path, **WATCHED, strategy="ssgd", steps=4)
+    record = run(tmp_path, **merged(WATCHED, {"strategy": "ssgd", "run": {"steps": 4}}))
     whole = record.statistics[-1]["whole"]
-    config = helper.config(**{**WATCHED, "statistics_every": 0}, strategy="ssgd", steps=4)
+    config = helper.config(merged(WATCHED, {"run": {"statistics_every": 0}}), strategy="ssgd", run={"steps": 4})
     trainer = build_trainer(LearnerPlacement.of(config, None), helper.images())
-    statistics = NoiseStatistics(trainer.handle, trainer.optimizer, 2, batch_size=config.batch_size // 3)
+    statistics = NoiseStatistics(trainer.handle, trainer.optimizer, 2, batch_size=config.data.batch_size // 3)
     for _ in range(4):
         trainer.step()
     plain = statistics.records[-1].whole

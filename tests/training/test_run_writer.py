@@ -57,7 +57,7 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(MissingPackage, match=r"^tensorboard is not installed: pip install 'ddpcore\[train\]'$"):
-        train(TrainConfig(steps=1), out=tmp_path / "new", tensorboard=True)
+        train(TrainConfig.from_dict({"run": {"steps": 1}}), out=tmp_path / "new", tensorboard=True)
     assert not (tmp_path / "new").exists()
 
 
@@ -69,5 +69,5 @@ def test_files_that_are_not_a_record(tmp_path: Path) -> None:
     assert "line 2 is no JSON" in problem
     (tmp_path / "record.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match="no line is of kind run: the file is damaged"):
-        train(TrainConfig(steps=1), out=tmp_path, resume=True)
+        train(TrainConfig.from_dict({"run": {"steps": 1}}), out=tmp_path, resume=True)
     assert (tmp_path / "record.jsonl").read_text() == '{"a": 1}\n'

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from ddpcore.data import Split
+from ddpcore.options.keys import dotted
 from ddpcore.records.run import RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig, command
+from ddpcore.training.config import merged
 from ddpcore.training.evaluation import evaluate
 from helpers import elastic_ranks, forked, ranks
 
@@ -91,7 +93,7 @@ def test_too_many_ranks_are_told_how_many_are_left(folder: Path, ended: list[tup
     codes, said = ended[2]
     assert codes == dict.fromkeys(range(4), 1)
     message = "ValueError: the last checkpoint has the learners [1, 2, 3] that were left, and these are 4 ranks: "
-    assert message + "resume with 3 ranks and learners=4" in said
+    assert message + "resume with 3 ranks and strategy.learners=4" in said
 
 
 def test_the_command_starts_the_ranks_that_are_left(
@@ -100,10 +102,14 @@ def test_the_command_starts_the_ranks_that_are_left(
     """With the words of the first start and --resume."""
     started: list[Any] = []
     monkeypatch.setattr(launch, "run", lambda worker, args, **options: started.append((args[0], options)))
-    words = [f"{name}={str(value).lower()}" for name, value in elastic_ranks.WHOLE.items() if name != "learners"]
+    words = [
+        f"{key}={str(value).lower()}"
+        for key, value in dotted(elastic_ranks.WHOLE).items()
+        if key != "strategy.learners"
+    ]
     assert command.main(["--out", str(folder / "run"), "--world-size", "4", "--resume", *words]) == 0
     ((config, options),) = started
-    assert config == TrainConfig(**elastic_ranks.WHOLE)
+    assert config == TrainConfig.from_dict(elastic_ranks.WHOLE)
     assert options["world_size"] == 3
     assert capsys.readouterr().err == ("ddpcore.training: the run goes on with the learners [1, 2, 3] that are left\n")
 
@@ -143,7 +149,8 @@ def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
     for number in range(3):
         words = ["-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "1", "--node-rank", str(number)]
         words += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "ddpcore", "train", "--out", str(out)]
-        words += ["model=mlp", "dataset=digits", "strategy=dpsgd", "batch_size=60", "epochs=60", "on_failure=shrink"]
+        words += ["model=mlp", "data=digits", "data.batch_size=60", "run.epochs=60"]
+        words += ["strategy=dpsgd", "strategy.on_failure=shrink"]
         agents.append(forked.start(words, ranks.log_folder(tmp_path, number), ranks.environment(), Path.cwd()))
     try:
         _wait_until((out / "checkpoints" / "step-00000023").exists, agents)
@@ -171,18 +178,23 @@ def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
     ("fields", "message"),
     [
         ({"strategy": "ddp"}, "ddp ends when a rank dies: take 'raise', or another strategy"),
-        ({"strategy": "single", "learners": 1}, "2 learners must be left, and learners is 1: take more"),
-        ({"learners": 2}, "2 learners must be left, and learners is 2: take more"),
-        ({"statistics_every": 5}, "statistics and an emulated link need a fixed number of ranks"),
-        ({"shards": "dirichlet"}, "it deals samples again, and shards is 'dirichlet': take 'even'"),
-        ({"sampler": "fixed"}, "samples are dealt again with sampler 'global' and drop_last"),
-        ({"strategy_options": {"compression": "topk"}, "topology": "ring"}, "topk sends differences"),
+        ({"strategy": {"name": "single", "learners": 1}}, "2 learners must be left, and learners is 1: take more"),
+        ({"strategy": {"learners": 2}}, "2 learners must be left, and learners is 2: take more"),
+        ({"run": {"statistics_every": 5}}, "statistics need a fixed number of ranks"),
+        ({"strategy": {"link": "1Gb/s,1ms"}}, "an emulated link needs a fixed number of ranks"),
+        ({"data": {"shards": "dirichlet"}}, "it deals samples again, and shards is 'dirichlet': take 'even'"),
+        ({"data": {"sampler": "fixed"}}, "samples are dealt again with sampler 'global' and drop_last"),
+        ({"strategy": {"compression": "topk", "topology": "ring"}}, "topk sends differences"),
     ],
 )
 def test_configs_that_cannot_go_on_are_refused(fields: dict, message: str) -> None:
-    known = {"strategy": "dpsgd", "learners": 4, "batch_size": 60, "epochs": 1, "on_failure": "shrink"}
+    known = {
+        "strategy": {"name": "dpsgd", "learners": 4, "on_failure": "shrink"},
+        "data": {"batch_size": 60},
+        "run": {"epochs": 1},
+    }
     with pytest.raises(ValueError, match=message) as error:
-        TrainConfig(**{**known, **fields})
+        TrainConfig.from_dict(merged(known, fields))
     assert "\n" not in str(error.value)
 
 

@@ -19,7 +19,9 @@ from helpers import ranks
 
 
 def config(**fields: Any) -> Any:
-    return helper.config(learners=2, strategy="dpsgd", topology="ring", record_steps=True, **fields)
+    return helper.config(
+        fields, strategy={"learners": 2, "name": "dpsgd", "topology": "ring"}, run={"record_steps": True}
+    )
 
 
 def steps_of(out: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -41,23 +43,27 @@ def test_virtual_learners(tmp_path: Path) -> None:
 
 
 def test_the_header_has_the_topology(tmp_path: Path) -> None:
-    record = train(config(steps=1), out=tmp_path / "gossip", dataset=helper.images())
+    record = train(config(run={"steps": 1}), out=tmp_path / "gossip", dataset=helper.images())
     drawn = record.header["topology"]
     built = config().make_topology()
     assert drawn["num_learners"] == 2 and drawn["spectral_gap"] == pytest.approx(built.spectral_gap(2))
     assert [tuple(edge) for edge in drawn["edges"]] == edges_of(built, 2) == [(0, 1), (1, 0)]
-    plain = helper.config(learners=2, strategy="ssgd", steps=1)
+    plain = helper.config(strategy={"learners": 2, "name": "ssgd"}, run={"steps": 1})
     assert train(plain, out=tmp_path / "all", dataset=helper.images()).header["topology"] is None
 
 
 def test_recording_changes_no_bit_and_may_change_on_resume(tmp_path: Path) -> None:
     for name, recorded in (("with", True), ("without", False)):
-        settings = helper.config(learners=2, strategy="dpsgd", topology="ring", record_steps=recorded)
+        settings = helper.config(
+            strategy={"learners": 2, "name": "dpsgd", "topology": "ring"}, run={"record_steps": recorded}
+        )
         train(settings, out=tmp_path / name, dataset=helper.images())
     contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
     assert contents[0] == contents[1]
     assert not (tmp_path / "without" / "steps").exists()
-    assert not config().difference(helper.config(learners=2, strategy="dpsgd", topology="ring").to_dict())
+    assert not config().difference(
+        helper.config(strategy={"learners": 2, "name": "dpsgd", "topology": "ring"}).to_dict()
+    )
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +113,13 @@ def test_a_resumed_run_says_which_steps_were_damaged(
 def test_a_line_with_a_damaged_step_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "rank-0.jsonl").write_text('{"step": "x"}\n{"step": null}\n{"loss": [1]}\n')
-    train(config(steps=2), out=tmp_path, dataset=helper.images())
+    train(config(run={"steps": 2}), out=tmp_path, dataset=helper.images())
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2]
 
 
 @pytest.mark.parametrize("strategy", ["dpsgd", "ssgd"])
 def test_ranges_in_the_profiler(strategy: str) -> None:
-    settings = helper.config(learners=2, strategy=strategy, topology="ring")
+    settings = helper.config(strategy={"learners": 2, "name": strategy, "topology": "ring"})
     trainer = build_trainer(LearnerPlacement.of(settings, None), helper.images())
     trainer.step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -12,34 +12,29 @@ import torch.nn.functional as F
 from ddpcore.data import load_dataset
 from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import check_parts
+from ddpcore.training.config import merged
 from ddpcore.training.finished import FinishedRun
 from ddpcore.training.scores import by_place
 
 SMALL = {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 8}
 
 
-def config(**changes: Any) -> TrainConfig:
-    values = {
-        "model": "byte_transformer",
-        "model_options": SMALL,
-        "dataset": "python_text",
-        "dataset_options": {"context": 16},
-        "num_train": 48,
-        "num_test": 30,
-        "batch_size": 8,
-        "learners": 2,
-        "steps": 4,
-        "optimizer": "adamw",
-        "lr": 0.01,
-        "strategy": "ssgd",
-        "device": "cpu",
+def config(*layers: dict[str, Any]) -> TrainConfig:
+    values: dict[str, Any] = {
+        "model": {"name": "byte_transformer", **SMALL},
+        "data": {"name": "python_text", "context": 16, "num_train": 48, "num_test": 30, "batch_size": 8},
+        "strategy": {"learners": 2, "name": "ssgd"},
+        "run": {"steps": 4, "device": "cpu"},
+        "optimizer": {"name": "adamw", "lr": 0.01},
     }
-    return TrainConfig(**{**values, **changes})
+    for layer in layers:
+        values = merged(values, layer)
+    return TrainConfig.from_dict(values)
 
 
 def test_scores_and_losses_count_every_place(tmp_path: Path) -> None:
-    measured = {"statistics_every": 2, "hessian_every": 4, "hessian_top": 1, "flatness_samples": 20}
-    record = train(config(**measured), out=tmp_path / "run")
+    measured = {"run": {"statistics_every": 2, "hessian_every": 4, "hessian_top": 1, "flatness_samples": 20}}
+    record = train(config(measured), out=tmp_path / "run")
     run = FinishedRun.load(tmp_path / "run")
     test = run.dataset.test
     assert test is not None
@@ -60,15 +55,15 @@ def test_scores_and_losses_count_every_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["noloco", "gasloc", "dpsgd", "local_sgd"])
 def test_gossip_trains_it(strategy: str, tmp_path: Path) -> None:
-    topology = {"topology_options": {"num_partners": 2}} if strategy == "gasloc" else {}
-    period = {} if strategy == "dpsgd" else {"strategy_options": {"period": 2}}
-    record = train(config(learners=4, strategy=strategy, **topology, **period), out=tmp_path / "run")
+    topology = {"strategy": {"topology": {"num_partners": 2}}} if strategy == "gasloc" else {}
+    period = {} if strategy == "dpsgd" else {"strategy": {"period": 2}}
+    record = train(config({"strategy": {"learners": 4, "name": strategy}}, topology, period), out=tmp_path / "run")
     assert record.epochs[-1]["train_loss"] < 5.7  # ln 256 is 5.55
 
 
 @pytest.mark.parametrize("shards", ["by_class", "dirichlet"])
 def test_shards_by_class_are_refused_before_the_run(shards: str) -> None:
-    chosen = config(shards=shards)
+    chosen = config({"data": {"shards": shards}})
     data = load_dataset("python_text", context=16, num_train=48)
     with pytest.raises(ValueError, match=rf"^shards is '{shards}' and labels are \[48, 16\]: a sample has no single"):
         check_parts(chosen, data)
@@ -76,7 +71,7 @@ def test_shards_by_class_are_refused_before_the_run(shards: str) -> None:
 
 def test_given_shards_work(tmp_path: Path) -> None:
     parts = {"parts": [list(range(24)), list(range(24, 48))]}
-    record = train(config(shards="given", shards_options=parts), out=tmp_path / "run")
+    record = train(config({"data": {"shards": {"name": "given", **parts}}}), out=tmp_path / "run")
     assert 0 < record.header["total_variation"] < 1
 
 

@@ -24,7 +24,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert record.epochs[0]["train_loss"] > record.epochs[-1]["train_loss"]
     assert capsys.readouterr().out.startswith("50 ")
     exec(overrides, names)
-    assert isinstance(names["row"], TrainConfig) and names["row"].batch_size == 200
+    assert isinstance(names["row"], TrainConfig) and names["row"].data.batch_size == 200
     compile(ranks, "ranks", "exec")
 
 

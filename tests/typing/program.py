@@ -11,7 +11,7 @@ from typing_extensions import assert_type, override
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, param_groups
-from ddpcore.training import RunRecord, TrainConfig, train
+from ddpcore.training import DataConfig, ModelConfig, RunConfig, RunRecord, TrainConfig, train
 
 
 def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -54,6 +54,7 @@ def loop(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def whole_run(folder: Path) -> float:
-    record = train(TrainConfig(model="mlp", dataset="synthetic", steps=10), out=folder)
+    config = TrainConfig(model=ModelConfig(name="mlp"), data=DataConfig(name="synthetic"), run=RunConfig(steps=10))
+    record = train(config, out=folder)
     assert_type(record, RunRecord)
     return float(record.final["best_accuracy"])
