@@ -21,15 +21,14 @@ from ddpcore.options.fields import check, field
 from ddpcore.options.keys import get, parse_settings
 from ddpcore.options.suggest import suggest
 from ddpcore.strategies.base import Strategy, check_on_nonfinite, check_transport
-from ddpcore.strategies.baselines import DDP, Single
-from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.strategies.baselines import Single
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import check_settings, merged
 from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig, plain_fields
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
-BASELINES = (Single.name, DDP.name)
 # What differs from the defaults of a TrainConfig.
 DEFAULTS = {
     "model": {"name": "mlp"},
@@ -139,15 +138,15 @@ class BenchConfig(Options):
         Raises:
             ValueError: the settings do not fit together.
         """
-        is_baseline = strategy in BASELINES
+        without_us = is_baseline(strategy)
         of_all, fields = self.values.get("strategy", {}), plain_fields(StrategyConfig)
-        left_out = (*_OF_RANKS, *(("on_nonfinite", "policies") if is_baseline else ()))
+        left_out = (*_OF_RANKS, *(("on_nonfinite", "policies") if without_us else ()))
         own = {key: value for key, value in of_all.items() if key in fields and key not in left_out}
         if options is None:
             known = STRATEGIES.options(strategy)
             options = {key: value for key, value in of_all.items() if key in known}
         optimizer = self.values["optimizer"]
-        if is_baseline and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
+        if without_us and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
             optimizer = {**optimizer, "name": f"torch_{optimizer['name']}", "fused": True}
         values = {**self.values, "optimizer": optimizer, "strategy": {**own, **options, "name": strategy}}
         data = {} if batch_size is None else {"batch_size": batch_size}
@@ -201,7 +200,7 @@ class ResolvedConfig:
             ValueError: see :meth:`BenchConfig.train_config`.
         """
         here: dict[str, Any] = {"learners": 1 if strategy == Single.name else self.world_size}
-        if strategy not in BASELINES:
+        if not is_baseline(strategy):
             here |= {name: self.config.value(f"strategy.{name}") for name in ("on_failure", "link")}
             here["transport"] = self.transport_name or "auto"
         sections = {"strategy": here, "run": {"device": self.device}}
@@ -240,11 +239,16 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
     if world_size == 1:
         notes.append("one learner: no strategy averages anything; take --world-size 2 or more")
-    if choice.backend == "virtual" and DDP.name in chosen:
-        if config.strategies is not None:
-            raise ValueError("ddp needs real ranks: leave it out of --strategies, or use --backend gloo or nccl")
-        chosen = tuple(name for name in chosen if name != DDP.name)
-        notes.append("ddp needs real ranks and is left out: the ratio to it is unknown")
+    if choice.backend == "virtual":
+        of_ranks = [
+            name for name in chosen if "virtual" not in config.train_config(name).checked_strategy.traits.transports
+        ]
+        if of_ranks and config.strategies is not None:
+            raise ValueError(
+                f"{of_ranks[0]} needs real ranks: leave it out of --strategies, or use --backend gloo or nccl"
+            )
+        chosen = tuple(name for name in chosen if name not in of_ranks)
+        notes += [f"{name} needs real ranks and is left out: the ratio to it is unknown" for name in of_ranks]
     if on_failure != ON_FAILURE[0]:
         chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
@@ -277,8 +281,8 @@ def _that_go_on(config: BenchConfig, choice: Choice, chosen: tuple[str, ...], no
     """
     if choice.backend == "virtual":
         raise ValueError("strategy.on_failure=shrink is for real ranks, and these learners are virtual: leave it out")
-    if config.strategies is not None and (ends := [name for name in chosen if name in BASELINES]):
+    if config.strategies is not None and (ends := [name for name in chosen if is_baseline(name)]):
         raise ValueError(f"strategy.on_failure=shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
     if config.strategies is None:
         notes.append("ddp ends when a rank dies and is left out: the ratio to it is unknown")
-    return tuple(name for name in chosen if name not in BASELINES)
+    return tuple(name for name in chosen if not is_baseline(name))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, bucket_options, ddp_options
-from ddpcore.bench.config import BASELINES, ResolvedConfig
+from ddpcore.bench.config import ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
-from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.base import Communicator
 from ddpcore.comm.errors import Call
 from ddpcore.comm.process import barrier, default_group
 from ddpcore.comm.traffic import all_reduce_bytes
@@ -27,6 +27,7 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.nonfinite import NonFiniteError
+from ddpcore.strategies.registry import is_baseline
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer
 from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
@@ -58,10 +59,10 @@ class Contender:
     losses: list[Tensor] = field(default_factory=list)
 
     @property
-    def comm(self) -> ElasticCommunicator | None:
+    def comm(self) -> Communicator | None:
         """The connection of ranks that may die; None if ranks stay."""
         comm = None if self.trainer is None else self.trainer.handle.comm
-        return comm if isinstance(comm, ElasticCommunicator) else None
+        return None if comm is None or comm.member is None else comm
 
     @property
     def is_first(self) -> bool:
@@ -143,7 +144,7 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
     return max(0.0, quantiles(1e3 * (mine - without) / steps for mine, without, steps in blocks)["p50"])
 
 
-def gather(value: Any, comm: ElasticCommunicator | None = None) -> list[Any]:
+def gather(value: Any, comm: Communicator | None = None) -> list[Any]:
     """The value of every rank, or of those that ``comm`` has left. Collective."""
     if comm is not None:
         text = pickle.dumps(value)
@@ -193,7 +194,7 @@ def build_contender(
     else:
         config = resolved.train_config(name)
     options: dict[str, Any] = {}
-    if config.strategy.name not in BASELINES:
+    if not is_baseline(config.strategy.name):
         options = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
         options["buckets"] = bucket_options(bucket_mb)
     is_spread = config.strategy.name != Single.name and not resolved.is_virtual

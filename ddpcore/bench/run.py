@@ -31,13 +31,13 @@ from ddpcore.bench.contender import (
 from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.bench.result import Kind, bars, environment_lines, has
-from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import Trainer
 from ddpcore.training.threads import threads_for
 
@@ -46,9 +46,6 @@ WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and a
 COPIED = (
     "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
     "num_nonfinite", "deaths",
-)  # fmt: skip
-GOSSIP = (  # the strategies with a topology
-    "dpsgd", "slowmo", "push_sum", "exact_diffusion", "gradient_tracking", "adpsgd",
 )  # fmt: skip
 
 
@@ -112,7 +109,7 @@ def _edges(contenders: Sequence[Contender]) -> list[str]:
     return [
         f"{name}: {comm.description}"
         for name, comm in comms.items()
-        if name in GOSSIP and isinstance(comm, MixedCommunicator)
+        if comm.transport == "mixed" and STRATEGIES.takes(name, "topology")
     ]
 
 
@@ -206,7 +203,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
         rows.append(
             {
                 "strategy": name,
-                "topology": resolved.training.strategy.topology if name in GOSSIP else None,
+                "topology": resolved.training.strategy.topology if STRATEGIES.takes(name, "topology") else None,
                 "world_size": 1 if name == Single.name else resolved.world_size,
                 "samples_per_s": quantiles(rates)["p50"],
                 "step_ms": result["step_ms"],

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpcore.comm.base import Fact
 from ddpcore.comm.errors import Call
 from ddpcore.comm.process import gather_objects
 from ddpcore.runtime.launch import end_with_torchrun
 
-Fact = tuple[str, str]  # a name, and the value of this rank as text
 _LONGEST = 100  # characters of a fact in a message
 
 

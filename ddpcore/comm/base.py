@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from typing_extensions import override
 
 from ddpcore.comm.errors import check_has_average
 from ddpcore.comm.live import LiveWeights, LocalLiveWeights
-from ddpcore.comm.membership import Membership
+from ddpcore.comm.membership import Change, Membership
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
+Fact = tuple[str, str]
+"""The name of something that all ranks must have in common, and its value on this rank as text."""
 Decode = Callable[[int, Tensor], Tensor]
 """``decode(learner, row)`` turns the row ``[x]`` that a neighbour sent into its published weights ``[P]``."""
 
@@ -165,6 +167,11 @@ class Communicator(ABC):
     description: str
 
     @property
+    def member(self) -> int | None:
+        """The id of this rank, if ranks may die or join; else None."""
+        return None
+
+    @property
     def waited(self) -> Mapping[int, float]:
         """Seconds that this process has waited for each other rank so far; empty if the transport cannot tell."""
         return {}
@@ -176,6 +183,29 @@ class Communicator(ABC):
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a learner in that joins, and return its id. Collective."""
         return None
+
+    def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
+        """Send the result of ``make``, bytes, from a neighbour of a new member to it. Collective; others get None."""
+        raise NotImplementedError(f"{self.description}: no rank joins")
+
+    def announce(self, facts: Sequence[Fact], first: int) -> None:
+        """Let ranks join from now on that train the same, if ranks may join.
+
+        Args:
+            facts: what all members train.
+            first: the number of learners that the run began with.
+        """
+
+    def note_topology(self, topology: Topology) -> None:
+        """Say in the description which edges of a topology go which way, if there are several ways."""
+
+    def play(self, script: Iterable[Change]) -> None:
+        """Let virtual learners die as the changes of another run say, each from its operation on.
+
+        Raises:
+            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
+        """
+        raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
 
     def now(self) -> float:
         """Seconds on the clock that times training."""

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpcore.comm.agreement import Fact, first_difference
+from ddpcore.comm.agreement import first_difference
+from ddpcore.comm.base import Fact
 from ddpcore.comm.fabric import Fabric
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.roll_call import RollCall, last_run
 
 
-class Door:
+class JoinProtocol:
     """Lets ranks in, one at a time, in the order in which they asked.
 
     Args:

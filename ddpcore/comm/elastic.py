@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.agreement import Fact
-from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
-from ddpcore.comm.door import Door, ask
+from ddpcore.comm.base import Communicator, Exchange, Fact, PeerExchange, Work
+from ddpcore.comm.door import JoinProtocol, ask
 from ddpcore.comm.errors import at, check_has_average, size_of
 from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.membership import Membership
@@ -44,7 +43,7 @@ class ElasticCommunicator(Communicator):
         self._fabric = fabric
         self.membership = Membership(fabric.members, first=first)
         self.num_operations = self.num_agreed = 0
-        self.door = Door(fabric)
+        self._joins = JoinProtocol(fabric)
 
     def enter(self, facts: list[Fact]) -> None:
         """As a new rank: ask to join, and wait until the members let it in. They wait from then on.
@@ -56,7 +55,7 @@ class ElasticCommunicator(Communicator):
         answer = ask(self._fabric, facts)
         self.membership = Membership(self._fabric.members, first=self.membership.first)
         self.num_operations = self.num_agreed = answer["operation"]
-        self.door.announce_again(facts, answer["handled"])
+        self._joins.announce_again(facts, answer["handled"])
 
     @property
     def num_learners(self) -> int:  # type: ignore[override]
@@ -74,9 +73,13 @@ class ElasticCommunicator(Communicator):
         return f"{self._fabric.description}, goes on if ranks die"
 
     @property
-    def rank(self) -> int:
-        """The id of this rank."""
+    @override
+    def member(self) -> int:
         return self._fabric.rank
+
+    @override
+    def announce(self, facts: Sequence[Fact], first: int) -> None:
+        self._joins.announce(list(facts), first)
 
     @property
     @override
@@ -96,14 +99,14 @@ class ElasticCommunicator(Communicator):
         All members take the same decision: the first of them writes into the store after which operation a rank joins,
         before it begins that operation, so all others read it when the operation is over.
         """
-        new = self.door.open(self.membership, self.num_operations, self.num_agreed)
+        new = self._joins.open(self.membership, self.num_operations, self.num_agreed)
         if new is not None:
             members = tuple(sorted((*self.membership.members, new)))
             self.membership.change(members, self.num_operations, step)
         return new
 
+    @override
     def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
-        """Send the result of ``make``, bytes, from a neighbour of a new member to it. Collective; others get None."""
         while True:
             source = self.membership.source_for(new)
             blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8)

@@ -36,8 +36,8 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         self.num_operations = 0
         self._script: list[Change] = []
 
+    @override
     def play(self, script: Iterable[Change]) -> None:
-        """Repeat the changes of a run, each from its operation on. ValueError: the operation is over already."""
         for change in script:
             if change.operation < self.num_operations:
                 raise ValueError(f"operation {change.operation} is over: {self.num_operations} is the next one")

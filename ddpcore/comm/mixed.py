@@ -63,8 +63,9 @@ class MixedCommunicator(Communicator):
             f"between hosts{far} and for averages of all ranks"
         )
 
+    @override
     def note_topology(self, topology: Topology) -> None:
-        """Say in the description how many edges of a topology go which way, see :func:`count_edges`."""
+        """It says how many, see :func:`count_edges`."""
         near, far = (f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts))
         self.description = self._describe(near, far)
 

@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.comm.agreement import Fact, check_agreement, facts_of
-from ddpcore.comm.base import Communicator
+from ddpcore.comm.agreement import check_agreement, facts_of
+from ddpcore.comm.base import Communicator, Fact
 from ddpcore.comm.connect import Connection, connect, find_run
-from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import default_group
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
@@ -131,10 +129,9 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
     if strategy.traits.group > 1:
         check_group(strategy, comm.num_learners, len(comm.learners))
         comm.form_groups(strategy.traits.group)
-    if isinstance(comm, MixedCommunicator) and strategy.topology is not None:
+    if strategy.topology is not None:
         comm.note_topology(strategy.topology)
-    if isinstance(comm, ElasticCommunicator):
-        comm.door.announce(facts, num_first)
+    comm.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.traits.averages_gradients:
         text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
         warnings.warn(text, stacklevel=3)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.spans import Spans
@@ -122,8 +121,6 @@ class Distributed:
         Raises:
             ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
         """
-        if not isinstance(self.comm, ElasticVirtualCommunicator):
-            raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
         self.comm.play(script)
 
     def lose(self, learner: int) -> None:

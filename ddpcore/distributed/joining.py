@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
 from ddpcore.distributed.state_sync import KEEP, RESET, Policies
 from ddpcore.strategies.learner import Learner
 
@@ -19,17 +17,17 @@ from ddpcore.strategies.learner import Learner
 def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
     comm = learner.comm
-    if isinstance(comm, ElasticCommunicator):
+    if comm.member is not None:
         comm.hand_over(new, lambda: _packed(learner, policies, handle_state()))
-    elif isinstance(comm, ElasticVirtualCommunicator):
+    elif comm.membership is not None:
         _copy_row(learner, comm.membership.source_for(new), new, policies)
 
 
 def received_state(learner: Learner) -> dict[str, Any]:
     """In the rank that joins: load model and optimizer from a neighbour, and return the state of its handle."""
     comm = learner.comm
-    assert isinstance(comm, ElasticCommunicator)
-    content = comm.hand_over(comm.rank, lambda: torch.empty(0, dtype=torch.uint8))
+    assert comm.member is not None
+    content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8))
     assert content is not None
     state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # runs no code
     learner.models[0].load_state_dict(state["model"])

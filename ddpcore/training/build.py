@@ -13,7 +13,6 @@ from torch import nn
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.errors import TIMEOUT_SECONDS, time_limit
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
@@ -323,8 +322,8 @@ def build_trainer(
         assert isinstance(strategy, Strategy)
         names = ("connection", "policies", "on_nonfinite")
         handle = join(model, optimizer, strategy, store, **{name: arguments[name] for name in names})
-        assert isinstance(handle.comm, ElasticCommunicator)
-        rank, learners = handle.comm.rank, [handle.comm.rank]
+        assert handle.comm.member is not None
+        rank, learners = handle.comm.member, [handle.comm.member]
     torch.manual_seed(config.run.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
     trainer = Trainer(
         handle,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.base import Communicator
 from ddpcore.comm.errors import Call
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.process import barrier, default_group
@@ -51,12 +51,13 @@ class Checkpoints:
     config: dict[str, Any]
     rank: int = 0
     num_ranks: int = 1
-    comm: ElasticCommunicator | None = None
+    comm: Communicator | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ids of the processes of the run, ascending."""
-        return tuple(range(self.num_ranks)) if self.comm is None else self.comm.membership.members
+        membership = None if self.comm is None else self.comm.membership
+        return tuple(range(self.num_ranks)) if membership is None else membership.members
 
     @property
     def is_first(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ddpcore.comm.elastic import ElasticCommunicator
+from ddpcore.comm.base import Communicator
 from ddpcore.storage.json_lines import read_json, write_json
 from ddpcore.storage.limits import shown
 from ddpcore.training.progress import Progress
@@ -59,7 +59,7 @@ def store_of(out: Path) -> dist.Store:
         ) from error
 
 
-def share_progress(comm: ElasticCommunicator, progress: Progress, writer: int, new: int) -> int:
+def share_progress(comm: Communicator, progress: Progress, writer: int, new: int) -> int:
     """In the step in which a rank joins: give it the progress of the run. Collective.
 
     Args:
@@ -73,8 +73,9 @@ def share_progress(comm: ElasticCommunicator, progress: Progress, writer: int, n
     """
     text = json.dumps({"writer": writer, **progress.shared()}).encode()
     rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8))
-    if comm.rank != new:
+    if comm.member != new:
         return writer
+    assert comm.membership is not None
     given = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
     content: dict[str, Any] = json.loads(bytes(given.tolist()))
     writer = content.pop("writer")

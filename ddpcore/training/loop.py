@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError, is_finite
@@ -112,8 +111,7 @@ class Loop:
         self._num_shared += len(changes)
         joined = [change.joined[0] for change in changes if change.joined]
         if self.joins or joined:
-            assert isinstance(self.comm, ElasticCommunicator)
-            new = self.comm.rank if self.joins else joined[-1]
+            new = joined[-1] if self.comm.member is None or not self.joins else self.comm.member
             self._writer = share_progress(self.comm, self.progress, self._writer, new)
             self.joins = False
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.data import Dataset, total_variation
 from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
 from ddpcore.runtime.launch import Stopped, World
@@ -139,8 +138,8 @@ def _train(
 ) -> RunRecord:
     """Train in a locked folder."""
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
-    comm = trainer.handle.comm if isinstance(trainer.handle.comm, ElasticCommunicator) else None
-    rank = world.rank if comm is None else comm.rank
+    comm = None if trainer.handle.comm.member is None else trainer.handle.comm
+    rank = world.rank if comm is None or comm.member is None else comm.member
     checkpoints = Checkpoints(
         folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
