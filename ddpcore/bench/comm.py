@@ -21,7 +21,7 @@ from ddpcore.bench.result import Kind, environment_lines, has
 from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.process import barrier
+from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of
 from ddpcore.ops import Mixture

@@ -18,9 +18,8 @@ from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, bucket_options, ddp_op
 from ddpcore.bench.config import ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.errors import Call
-from ddpcore.comm.process import barrier, default_group
-from ddpcore.comm.traffic import all_reduce_bytes
+from ddpcore.comm.groups import Call, barrier, default_group
+from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles

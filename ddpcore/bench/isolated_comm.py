@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.bench.contender import Contender
-from ddpcore.comm.process import barrier
+from ddpcore.comm.groups import barrier
 from ddpcore.parameters.buckets import messages
 
 Call = Callable[[], Any]

@@ -31,7 +31,7 @@ from ddpcore.bench.result import Kind, environment_lines, size_name
 from ddpcore.bench.step_model import Compute, Machine, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.process import barrier
+from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.options.command_line import SETTINGS

@@ -9,7 +9,7 @@ from .live import LiveWeights
 from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator
-from .shared.host import SharedMemoryCommunicator
+from .shared.segments import SharedMemoryCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.errors import check_has_average
+from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.live import LiveWeights, LocalLiveWeights
 from ddpcore.comm.membership import Change, Membership
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage

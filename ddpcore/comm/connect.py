@@ -10,21 +10,19 @@ import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
-from ddpcore.comm.door import run_in
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.elastic_group import ProcessGroupFabric
-from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
-from ddpcore.comm.errors import TIMEOUT_SECONDS, check_timeout
-from ddpcore.comm.fabric import Fabric
+from ddpcore.comm.fabric import Fabric, run_in
+from ddpcore.comm.groups import TIMEOUT_SECONDS, check_timeout, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, check_on_failure
 from ddpcore.comm.mixed import MixedCommunicator
-from ddpcore.comm.process import ProcessGroupCommunicator, gather_objects
+from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.elastic import SharedMemoryFabric
-from ddpcore.comm.shared.host import SharedMemoryCommunicator
-from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.comm.shared.segments import SharedMemoryCommunicator
+from ddpcore.comm.virtual import ElasticVirtualCommunicator, VirtualCommunicator
 from ddpcore.runtime.launch import check_agents
 
 

@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.fabric import Fabric, Members, Operation
-from ddpcore.comm.own_group import own_group
-from ddpcore.comm.process import default_group
-from ddpcore.comm.roll_call import RollCall, new_run
+from ddpcore.comm.fabric import Fabric, GenerationStore, Members, Operation, new_run
+from ddpcore.comm.groups import default_group, own_group
 
 _SLICE_SECONDS = 0.1  # a waiting rank looks this often for a call of another one
 _CONNECT_SECONDS = 10.0  # all members have come by then, unless one dies
@@ -141,14 +139,14 @@ class ProcessGroupFabric(Fabric):
         self.members = tuple(range(dist.get_world_size(group))) if ids is None else ids
         self.rank = self.members[dist.get_rank(group)]
         self.description, self.kind = f"torch.distributed, {self._backend}", self._backend
-        self.roll = RollCall(new_run(group, timeout), self.rank, timeout)
+        self.roll = GenerationStore(new_run(group, timeout), self.rank, timeout)
         self._group = self._connect(self.members)
         self._flying: dict[int, Operation] = {}  # begun, not yet known to be done by all members
         self._received = -1  # the last operation of which this rank has all rows
         weakref.finalize(self, self.roll.close)
 
     @classmethod
-    def of_newcomer(cls, roll: RollCall, backend: str, device: torch.device) -> ProcessGroupFabric:
+    def of_newcomer(cls, roll: GenerationStore, backend: str, device: torch.device) -> ProcessGroupFabric:
         """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
         made = cls.__new__(cls)
         made._backend, made._device, made.roll = backend, device, roll

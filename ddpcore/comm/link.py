@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Decode, Exchange, Work
-from ddpcore.comm.traffic import sum_bytes
+from ddpcore.comm.reductions import sum_bytes
 from ddpcore.ops import WeightAverage
 from ddpcore.topology.base import Topology
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.live import LiveWeights
 from ddpcore.comm.process import ProcessGroupCommunicator
-from ddpcore.comm.shared.host import SharedMemoryCommunicator
+from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import RANDOM_STEPS, Topology
 from ddpcore.topology.rounds import Round

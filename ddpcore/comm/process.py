@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +15,68 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
-from ddpcore.comm.errors import TIMEOUT_SECONDS, Call, at, check_has_average, check_timeout, size_of
+from ddpcore.comm.groups import (
+    TIMEOUT_SECONDS,
+    Call,
+    at,
+    check_has_average,
+    check_timeout,
+    default_group,
+    gather_objects,
+    own_client,
+    own_group,
+    size_of,
+)
 from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.narrow import NarrowAverage
-from ddpcore.comm.own_group import own_client, own_group
-from ddpcore.comm.reductions import average_blocks_, sum_of
+from ddpcore.comm.reductions import average_blocks_, average_bytes, is_gathered, sum_bytes, sum_of
 from ddpcore.comm.served import ServedLiveWeights
-from ddpcore.comm.traffic import average_bytes, is_gathered, sum_bytes
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
+
+
+class NarrowAverage(Work):
+    """Starts the first half. :meth:`wait` does the second, so all ranks must wait for their averages in one order.
+
+    Args:
+        row: ``[P]``, bfloat16 or float16, of this rank; overwritten by :meth:`wait`.
+        group: of n ranks, each of which has one row.
+        call: names the operation in errors.
+    """
+
+    def __init__(self, row: Tensor, group: dist.ProcessGroup, call: Call) -> None:
+        self._row, self._group, self._call = row, group, call
+        self._num, numel = group.size(), row.numel()
+        self._share = -(-numel // self._num)
+        sizes = [min(self._share, max(0, numel - rank * self._share)) for rank in range(self._num)]
+        self._own = sizes[group.rank()]
+        self._received = row.new_empty(self._num * self._own)
+        sent, width = row.contiguous(), row.itemsize
+        with call:
+            self._work = group.alltoall_base(
+                _bytes(self._received), _bytes(sent), [self._own * width] * self._num, [size * width for size in sizes]
+            )
+        self._sent = sent  # until it has arrived
+
+    @override
+    def wait(self) -> None:
+        self._call.wait(self._work)
+        del self._sent
+        mean = self._row.new_empty(self._share)  # the last share may be shorter, and the gathering takes equal ones
+        mean[: self._own] = sum_of(self._received.view(self._num, self._own)).div_(self._num)
+        everyone = self._row.new_empty(self._num * self._share)
+        with self._call:
+            work = self._group._allgather_base(_bytes(everyone), _bytes(mean))
+        self._call.wait(work)
+        self._row.copy_(everyone[: self._row.numel()])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory: backends move bytes of every dtype."""
+    return tensor.view(torch.uint8)
+
 
 _Transfers = dict[int, tuple[list[tuple[str, list[int], dist.Work]], list[Tensor]]]
 # Exchanges that nothing has waited for, by group: their works, with words for errors and the peers, and the tensors
@@ -35,33 +84,6 @@ _Transfers = dict[int, tuple[list[tuple[str, list[int], dist.Work]], list[Tensor
 # further message of the peer. They go with the group, so nothing here refers to it.
 _unfinished: weakref.WeakKeyDictionary[dist.ProcessGroup, _Transfers] = weakref.WeakKeyDictionary()
 _numbers = count()
-
-
-def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group, or the default group for None. ValueError: torch.distributed is not initialised."""
-    if not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised: start the script with torchrun and call "
-            "torch.distributed.init_process_group(), or pass learners= for virtual learners"
-        )
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    return chosen
-
-
-def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with Call(group, what, timeout=timeout):
-        dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def barrier(what: str) -> None:
-    """Wait for all ranks of the default group, if there is one. ``what`` names the wait in an error. Collective."""
-    if dist.is_initialized():
-        with Call(default_group(None), what):
-            dist.barrier()
 
 
 class ProcessGroupCommunicator(Communicator):

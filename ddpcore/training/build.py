@@ -13,9 +13,8 @@ from torch import nn
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.errors import TIMEOUT_SECONDS, time_limit
+from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, time_limit
 from ddpcore.comm.membership import Membership
-from ddpcore.comm.process import barrier, default_group
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.state_sync import Policies

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.errors import Call
+from ddpcore.comm.groups import Call, barrier, default_group
 from ddpcore.comm.membership import Membership
-from ddpcore.comm.process import barrier, default_group
 from ddpcore.options.extras import extra
 from ddpcore.records.config import nested
 from ddpcore.storage.files import sync_folder, write_file

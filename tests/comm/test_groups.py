@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddpcore.comm import VirtualCommunicator, traffic
-from ddpcore.comm.elastic_virtual import ElasticVirtualCommunicator
+from ddpcore.comm.virtual import ElasticVirtualCommunicator
 from helpers import group_ranks as helper
 from helpers import ranks
 

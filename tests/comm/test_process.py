@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddpcore import Complete, RandomPair
 from ddpcore.comm import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator
-from ddpcore.comm.errors import time_limit
+from ddpcore.comm.groups import time_limit
 from helpers import ranks
 from helpers.communicator_ranks import MEAN, NO_MEAN
 

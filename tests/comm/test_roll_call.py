@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ddpcore.comm import roll_call
-from ddpcore.comm.roll_call import RollCall
+from ddpcore.comm.fabric import GenerationStore
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_a_value_is_seen_soon_and_without_many_questions(when: float, monkeypatc
     """Members of a run wait for the rank that joins: a late look would cost each of them that time."""
     store = dist.HashStore()
     clock = Clock(store, "answer", when)
-    roll = RollCall(store, -1, timeout=60.0)
+    roll = GenerationStore(store, -1, timeout=60.0)
     monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     assert roll.wait_for("answer") == "here"
     roll.close()
@@ -43,7 +43,7 @@ def test_a_value_is_seen_soon_and_without_many_questions(when: float, monkeypatc
 def test_a_value_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     clock = Clock(store, "other", 0.0)
-    roll = RollCall(store, -1, timeout=3.0)
+    roll = GenerationStore(store, -1, timeout=3.0)
     monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     with pytest.raises(RuntimeError, match="no rank of the run answered within 3 s"):
         roll.wait_for("answer")

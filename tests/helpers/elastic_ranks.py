@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import Connection, training
+from ddpcore.comm.fabric import last_run
+from ddpcore.comm.groups import own_client
 from ddpcore.comm.membership import Change
-from ddpcore.comm.own_group import own_client
-from ddpcore.comm.roll_call import last_run
 from ddpcore.records.run import RECORD
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
-from ddpcore.comm.process import barrier
+from ddpcore.comm.groups import barrier
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from ddpcore.comm.traffic import all_reduce_bytes
+from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.runtime.launch import World
 from ddpcore.training.build import LearnerPlacement, build_trainer
 from ddpcore.training.config import merged

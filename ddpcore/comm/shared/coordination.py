@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from ddpcore.comm.process import gather_objects
+from ddpcore.comm.groups import gather_objects
 from ddpcore.comm.shared import memory
 from ddpcore.comm.shared.flags import LINE_BYTES, Flags
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.errors import TIMEOUT_SECONDS
+from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.shared.memory import Memory
 from ddpcore.comm.shared.segments import SegmentCommunicator
 from ddpcore.runtime import launch

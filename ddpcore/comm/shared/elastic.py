@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.fabric import Fabric, Members, Operation
-from ddpcore.comm.process import default_group
-from ddpcore.comm.roll_call import RollCall, new_run
+from ddpcore.comm.fabric import Fabric, GenerationStore, Members, Operation, new_run
+from ddpcore.comm.groups import default_group
 from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
 from ddpcore.comm.shared.memory import HostMemory
 
@@ -55,10 +54,10 @@ class SharedMemoryFabric(Fabric):
             raise ValueError(f"timeout is {timeout}: it must be above 0 seconds")
         group = default_group(group)
         coordinator = Coordinator(group, timeout, ids)
-        self._set_up(coordinator, RollCall(new_run(group, timeout), coordinator.rank, timeout))
+        self._set_up(coordinator, GenerationStore(new_run(group, timeout), coordinator.rank, timeout))
         self._take(tuple(range(coordinator.num_ranks)) if ids is None else ids)
 
-    def _set_up(self, coordinator: Coordinator, roll: RollCall) -> None:
+    def _set_up(self, coordinator: Coordinator, roll: GenerationStore) -> None:
         self._coordinator, self.roll, self._memory = coordinator, roll, HostMemory()
         self.kind, self.address = "shm", tuple(coordinator.address)
         self._areas: dict[int, list[_Area]] = {}  # by size
@@ -72,7 +71,7 @@ class SharedMemoryFabric(Fabric):
         self.roll.write(f"address/{self.rank}", self.address)
 
     @classmethod
-    def of_newcomer(cls, roll: RollCall) -> SharedMemoryFabric:
+    def of_newcomer(cls, roll: GenerationStore) -> SharedMemoryFabric:
         """The fabric of a rank that joins later. It has no rank before :meth:`join`."""
         made = cls.__new__(cls)
         made._set_up(Coordinator.of_newcomer(roll.timeout), roll)

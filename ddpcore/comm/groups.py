@@ -1,12 +1,14 @@
-"""Time limits and error messages of operations between ranks: they name the operation, this rank and the others."""
+"""Process groups: time limits and named errors of their calls, groups of their own, objects that ranks gather."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -93,3 +95,82 @@ class Call(AbstractContextManager[None]):
             raise RuntimeError(
                 f"{self._what} failed on rank {self._rank}: a rank of {self._peers} {reason} ({first})"
             ) from error
+
+
+_KINDS = ("gloo", "nccl")
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, if it has connections: a wait of the program blocks its own."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def own_group(
+    backends: Mapping[str, str], store: dist.Store, rank: int, num: int, connect_seconds: float
+) -> dist.ProcessGroup:
+    """A group of ``num`` ranks. Collective over these.
+
+    Calls of ``torch.distributed`` do not take it; its methods, such as ``allreduce``, do the same. ``set_timeout``
+    limits the time of a call.
+
+    Args:
+        backends: ``gloo`` or ``nccl`` for each type of device, such as ``cpu``.
+        store: a place that no other group uses.
+        rank: of this process, below ``num``.
+        num: of ranks.
+        connect_seconds: until all have come, over gloo; NCCL connects in the first call.
+
+    Raises:
+        ValueError: another backend. Nothing was sent.
+        RuntimeError: a rank did not come.
+    """
+    if unknown := sorted(set(backends.values()).difference(_KINDS)):
+        raise ValueError(
+            f"groups of ranks need gloo or nccl and the process group has {unknown[0]}: start it with these"
+        )
+    group = dist.ProcessGroup(store, rank, num)
+    made: dict[str, tuple[Any, Any]] = {}
+    for device, backend in backends.items():
+        if backend not in made:
+            made[backend] = _made(backend, dist.PrefixStore(backend, store), rank, num, connect_seconds)
+        kind, own = made[backend]
+        group._register_backend(torch.device(device), kind, own)
+        group._set_default_backend(kind)
+    return group
+
+
+def _made(backend: str, store: dist.Store, rank: int, num: int, connect_seconds: float) -> tuple[Any, Any]:
+    if backend == "nccl":
+        nccl = dist.ProcessGroupNCCL(store, rank, num, dist.ProcessGroupNCCL.Options())
+        return dist.ProcessGroup.BackendType.NCCL, nccl
+    gloo = dist.ProcessGroupGloo(store, rank, num, timeout=timedelta(seconds=connect_seconds))
+    return dist.ProcessGroup.BackendType.GLOO, gloo
+
+
+def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, or the default group for None. ValueError: torch.distributed is not initialised."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised: start the script with torchrun and call "
+            "torch.distributed.init_process_group(), or pass learners= for virtual learners"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    return chosen
+
+
+def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with Call(group, what, timeout=timeout):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def barrier(what: str) -> None:
+    """Wait for all ranks of the default group, if there is one. ``what`` names the wait in an error. Collective."""
+    if dist.is_initialized():
+        with Call(default_group(None), what):
+            dist.barrier()
