@@ -26,10 +26,10 @@ from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.exact_diffusion import ExactDiffusion
 from ddpcore.strategies.gasloc import GASLoC
 from ddpcore.strategies.gradient_tracking import GradientTracking
+from ddpcore.strategies.learner import NonFinite, NonFiniteError
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.strategies.noisy_ssgd import NoisySSGD
 from ddpcore.strategies.noloco import NoLoCo
-from ddpcore.strategies.nonfinite import NonFinite, NonFiniteError
 from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.strategies.slowmo import SlowMo

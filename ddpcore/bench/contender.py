@@ -24,8 +24,8 @@ from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.learner import NonFiniteError
 from ddpcore.strategies.local_sgd import LocalSGD
-from ddpcore.strategies.nonfinite import NonFiniteError
 from ddpcore.strategies.registry import is_baseline
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.training import Trainer

@@ -39,7 +39,7 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import Trainer
-from ddpcore.training.threads import threads_for
+from ddpcore.training.build import threads_for
 
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.comm.base import Fact
-from ddpcore.comm.groups import Call, gather_objects
+from ddpcore.comm.groups import Call, Fact, gather_objects
 from ddpcore.runtime.launch import end_with_torchrun
 
 _LONGEST = 100  # characters of a fact in a message

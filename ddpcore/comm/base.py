@@ -1,6 +1,7 @@
-"""The interface of a connection between learners.
+"""The interface of a connection between learners, and weights that learners average in pairs without waiting.
 
-Shapes: n learners in all, L of them held by this process, P elements of a learner's weights, x any number of columns.
+Shapes: n learners in all, L of them held by this process, P elements of a learner's weights, x any number of columns. A
+row of live weights is ``[K, P]``: the weights, and K - 1 further copies that a rule moves with them.
 """
 
 from __future__ import annotations
@@ -8,20 +9,150 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.groups import check_has_average
-from ddpcore.comm.live import LiveWeights, LocalLiveWeights
+from ddpcore.comm.groups import Fact, check_has_average
 from ddpcore.comm.membership import Change, Membership
+from ddpcore.comm.reductions import average_pair_, chunk_of
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
-Fact = tuple[str, str]
-"""The name of something that all ranks must have in common, and its value on this rank as text."""
+
+class Job(NamedTuple):
+    """What a learner has done since it read its weights.
+
+    Attributes:
+        read: the weights that it read, ``[P]``.
+        model: those of its model, ``[P]``: ``read`` plus the step of the optimizer.
+    """
+
+    read: Tensor
+    model: Tensor
+
+    def begin_next_(self, weights: Tensor) -> None:
+        """Overwrite this job with the next one, which reads these weights."""
+        self.model.copy_(weights)
+        self.read.copy_(weights)
+
+
+class PairMean:
+    """What a meeting of two learners does to their rows: both take the mean. A strategy may move further copies.
+
+    Attributes:
+        num_copies: K.
+    """
+
+    num_copies = 1
+
+    def first_rows(self, weights_LP: Tensor) -> Tensor:
+        """New rows ``[L, K, P]``, each copy equal to the weights."""
+        return weights_LP[:, None].repeat(1, self.num_copies, 1)
+
+    def drift_(self, row: Tensor, time: float) -> None:
+        """Move a row ``[K, P]`` for ``time`` without a meeting."""
+
+    def move_doubles_(self, own: Tensor, peer: Tensor, step: Tensor) -> None:
+        """Move the further copies in a meeting, before the weights take their mean; add ``step`` to the own ones."""
+
+    @torch.no_grad()
+    def meet_(self, own: Tensor, peer: Tensor | None, job: Job) -> None:
+        """Average two rows that are here, add the step of the job to the own row, and begin the next job.
+
+        Args:
+            own: this learner's row.
+            peer: the row of another learner; None: no mean.
+            job: of this learner.
+        """
+        size = chunk_of(job.model)
+        for begin in range(0, len(job.model), size):
+            end = begin + size
+            piece, mine = Job(job.read[begin:end], job.model[begin:end]), own[:, begin:end]
+            step = piece.model - piece.read
+            if peer is None:
+                mine.add_(step)
+            else:
+                theirs = peer[:, begin:end]
+                self.move_doubles_(mine, theirs, step)
+                average_pair_(theirs[0], mine[0])
+                torch.add(theirs[0], step, out=mine[0])
+            piece.begin_next_(mine[0])
+
+    @torch.no_grad()
+    def apply_mean_(self, own: Tensor, mean: Tensor) -> None:
+        """One side of a meeting, from the mean ``[P]`` of both weights."""
+        own[0].copy_(mean)
+
+
+class LiveWeights(ABC):
+    """The weights w_i of all learners, beside their models."""
+
+    @abstractmethod
+    def meet(self, learner: int, peer: int, job: Job) -> None:
+        """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step of the job``: atomic. The next job begins at w_i.
+
+        Further copies move as the rule says. If i is its own peer, nothing is averaged.
+
+        Args:
+            learner: i, held by this process.
+            peer: j, any learner.
+            job: of i.
+        """
+
+    @abstractmethod
+    def drift(self, learner: int, time: float) -> None:
+        """Move the row of a learner held here as its rule says for ``time`` without a meeting: atomic."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """A copy ``[L, K, P]`` of the rows of the learners held here."""
+
+    def own(self) -> Tensor:
+        """A copy ``[L, P]`` of the weights of the learners held here."""
+        return self.rows()[:, 0]
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until no learner is in :meth:`meet`, because all have come here. Collective."""
+
+    @abstractmethod
+    def load(self, rows_LKP: Tensor) -> None:
+        """Overwrite the rows of the learners held here. Collective."""
+
+
+class LocalLiveWeights(LiveWeights):
+    """The weights of all learners, where one process holds all of them."""
+
+    def __init__(self, weights_LP: Tensor, rule: PairMean) -> None:
+        self._rows_LKP, self._rule = rule.first_rows(weights_LP), rule
+
+    @override
+    @torch.no_grad()
+    def meet(self, learner: int, peer: int, job: Job) -> None:
+        rows = self._rows_LKP
+        self._rule.meet_(rows[learner], None if peer == learner else rows[peer], job)
+
+    @override
+    def drift(self, learner: int, time: float) -> None:
+        self._rule.drift_(self._rows_LKP[learner], time)
+
+    @override
+    def rows(self) -> Tensor:
+        return self._rows_LKP.clone()
+
+    @override
+    def settle(self) -> None:
+        return
+
+    @override
+    def load(self, rows_LKP: Tensor) -> None:
+        self._rows_LKP.copy_(rows_LKP)
+
+
 Decode = Callable[[int, Tensor], Tensor]
 """``decode(learner, row)`` turns the row ``[x]`` that a neighbour sent into its published weights ``[P]``."""
 
@@ -215,19 +346,19 @@ class Communicator(ABC):
         """Zeros, in memory that the connection averages without a copy."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
+    def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
         """Weights that learners average in pairs without waiting; they begin as these. Collective.
 
         Args:
             weights_LP: of the learners held here.
-            alpha: of A2CiD2, which gives each learner a double of its weights; None for averages alone.
+            rule: what a meeting does to two rows; None: both take their mean.
 
         Raises:
             ValueError: the connection cannot do that.
         """
         if len(self.learners) < self.num_learners:
             raise ValueError(f"{self.description}: no learner reads the weights of another without waiting")
-        return LocalLiveWeights(weights_LP, alpha)
+        return LocalLiveWeights(weights_LP, rule or PairMean())
 
     @abstractmethod
     def broadcast_(self, rows: Tensor) -> None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Exchange, Fact, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
 from ddpcore.comm.fabric import Fabric, JoinProtocol, Members, Operation, ask
-from ddpcore.comm.groups import at, check_has_average, size_of
+from ddpcore.comm.groups import Fact, at, check_has_average, size_of
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
 from ddpcore.ops import Mixture, WeightAverage

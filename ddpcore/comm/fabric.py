@@ -21,8 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ddpcore.comm.agreement import first_difference
-from ddpcore.comm.base import Fact
-from ddpcore.comm.groups import gather_objects, own_client
+from ddpcore.comm.groups import Fact, gather_objects, own_client
 from ddpcore.comm.membership import Membership
 from ddpcore.topology.rounds import Round
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from ddpcore.runtime.launch import TIMEOUT_SECONDS as TIMEOUT_SECONDS
 from ddpcore.runtime.launch import check_timeout as check_timeout
 
+Fact = tuple[str, str]
+"""The name of something that all ranks must have in common, and its value on this rank as text."""
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store
 
 

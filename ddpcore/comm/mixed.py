@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, PeerExchange, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS
-from ddpcore.comm.live import LiveWeights
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.ops import Mixture, WeightAverage
@@ -83,8 +82,8 @@ class MixedCommunicator(Communicator):
         return self._near.allocate(shape, dtype, device)
 
     @override
-    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
-        return self._far.live(weights_LP, alpha)
+    def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
+        return self._far.live(weights_LP, rule)
 
     @override
     def broadcast_(self, rows: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, PeerExchange, Work
 from ddpcore.comm.groups import (
     TIMEOUT_SECONDS,
     Call,
@@ -27,7 +27,6 @@ from ddpcore.comm.groups import (
     own_group,
     size_of,
 )
-from ddpcore.comm.live import LiveWeights
 from ddpcore.comm.reductions import average_blocks_, average_bytes, is_gathered, sum_bytes, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.ops import StackedMixture, WeightAverage
@@ -172,13 +171,13 @@ class ProcessGroupCommunicator(Communicator):
         return group
 
     @override
-    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
+    def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
         """A thread of each rank answers the others, over a group of gloo."""
         if self.num_rows > 1 or self.num_ranks == 1:
-            return super().live(weights_LP, alpha)
+            return super().live(weights_LP, rule)
         what = "the set-up of weights that others change"
         group = self._own_group(range(self.num_ranks), {"cpu": "gloo"}, what)
-        return ServedLiveWeights(group, weights_LP, self.timeout, alpha)
+        return ServedLiveWeights(group, weights_LP, self.timeout, rule or PairMean())
 
     @override
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:

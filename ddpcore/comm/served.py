@@ -2,13 +2,13 @@
 
 Each rank holds its own row. A meeting locks two rows, that of the lower rank first. So a rank that holds a row waits
 only for rows of higher ranks, and no two ranks wait for each other. A rank that a lower one asks computes the mean. If
-a higher one asks, the weights travel to it, and the mean travels back. Doubles stay at home: the mean and its own
-weights tell a rank how its double moves.
+a higher one asks, the weights travel to it, and the mean travels back. Further copies stay at home: the mean and
+its own weights tell a rank how they move.
 
 A rank that lets its weights go tells all others, and each of them replies. After the last reply nobody asks this rank
 any more, and its thread ends.
 
-Shapes: a row is ``[K, P]``: P weights of a learner, and their double if K = 2.
+Shapes: a row is ``[K, P]``: P weights of a learner, and K - 1 further copies.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.live import LiveWeights, first_rows
-from ddpcore.comm.meeting import Job, flow_, take_mean_
+from ddpcore.comm.base import Job, LiveWeights, PairMean
 from ddpcore.comm.reductions import average_pair_
 
 # Tags of messages: to the thread of a rank; then of the weights or the mean, to the rank that is asked, and back. Two
@@ -48,12 +47,12 @@ class ServedLiveWeights(LiveWeights):
         group: of gloo, for these weights alone; any number of ranks above one.
         weights_LP: ``[1, P]``, of this rank. The row is a copy on the CPU.
         timeout: seconds that a living rank may let another one wait.
-        alpha: of A2CiD2; None for rows without a double.
+        rule: what a meeting does to two rows.
     """
 
-    def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float, alpha: float | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float, rule: PairMean) -> None:
         self._device = weights_LP.device
-        self._shared = _Row(group, first_rows(weights_LP.to("cpu"), alpha)[0], timedelta(seconds=timeout), alpha)
+        self._shared = _Row(group, rule.first_rows(weights_LP.to("cpu"))[0], timedelta(seconds=timeout), rule)
         self._received = torch.empty_like(self._shared.row[0])
         thread = threading.Thread(target=_serve, args=(self._shared,), name="ddpcore live weights", daemon=True)
         thread.start()
@@ -85,14 +84,14 @@ class ServedLiveWeights(LiveWeights):
 
     def _end(self, mean_P: Tensor, step_P: Tensor, job: Job) -> None:
         shared = self._shared
-        take_mean_(shared.row, mean_P, shared.alpha)
+        shared.rule.apply_mean_(shared.row, mean_P)
         shared.row.add_(step_P)
         job.begin_next_(shared.row[0])
 
     @override
-    def flow(self, learner: int, eta: float, time: float) -> None:
+    def drift(self, learner: int, time: float) -> None:
         with self._shared.writing():
-            flow_(self._shared.row, eta, time)
+            self._shared.rule.drift_(self._shared.row, time)
 
     @override
     def rows(self) -> Tensor:
@@ -127,12 +126,12 @@ class _Row:
         group: of all ranks.
         row: ``[K, P]``, on the CPU.
         timeout: of a message in a meeting.
-        alpha: of A2CiD2; None for a row without a double.
+        rule: what a meeting does to the row.
         gone: ranks that ask for nothing any more: they have left, or know that this one leaves.
     """
 
-    def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta, alpha: float | None) -> None:
-        self.group, self.row, self.timeout, self.alpha = group, row, timeout, alpha
+    def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta, rule: PairMean) -> None:
+        self.group, self.row, self.timeout, self.rule = group, row, timeout, rule
         self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
         self.gone: set[int] = set()
         self._lock = threading.Lock()
@@ -240,12 +239,12 @@ def _serve(shared: _Row) -> None:
                     shared.receive(received, peer, _ASKS)
                     average_pair_(received, shared.row[0])
                     shared.send(received, peer, _ANSWERS)
-                    take_mean_(shared.row, received, shared.alpha)
+                    shared.rule.apply_mean_(shared.row, received)
             else:
                 with shared.writing():
                     shared.send(shared.row[0], peer, _ANSWERS)
                     shared.receive(received, peer, _ASKS)
-                    take_mean_(shared.row, received, shared.alpha)
+                    shared.rule.apply_mean_(shared.row, received)
         shared.flush()
     except RuntimeError:  # closed connections too
         shared.leave()

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.comm.agreement import check_agreement, facts_of
-from ddpcore.comm.base import Communicator, Fact
+from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
-from ddpcore.comm.groups import default_group
+from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed

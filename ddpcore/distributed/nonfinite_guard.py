@@ -12,8 +12,8 @@ from ddpcore.comm.base import Communicator
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.weight_step import LARGE
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.nonfinite import (
+from ddpcore.strategies.learner import (
+    Learner,
     NonFinite,
     NonFiniteError,
     first_nonfinite,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.meeting import Acceleration, Job, acceleration_of
+from ddpcore.comm.base import Job, LiveWeights
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
+from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration, acceleration_of
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
@@ -75,7 +75,7 @@ class ADPSGD(Strategy):
     ``w_i <- w_i - a g_i(v_i)``, ``y_i <- y_i - a g_i(v_i)``;  ``v_i <- w_i``.
 
     The mean of all w and y moves by the gradients alone. Eta and alpha follow from how often two learners meet
-    (:func:`ddpcore.comm.meeting.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
+    (:func:`ddpcore.strategies.a2cid2.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
     neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
 
     On virtual learners time is that of the simulation, and all w are read at one time, so their mean alone moves by the
@@ -258,14 +258,14 @@ class ADPSGD(Strategy):
             return
         for learner in learners:
             if learner in flown and flown[learner] < time:
-                live.flow(learner, self._acceleration.eta, float(time - flown[learner]))
+                live.drift(learner, float(time - flown[learner]))
                 flown[learner] = time
 
     def _begin(self, learner: Learner) -> None:
         weights_LP = learner.flat.param_LP
         self._read_LP = weights_LP.clone()
-        alpha = None if self._acceleration is None else self._acceleration.alpha
-        learner.live = self._live = learner.comm.live(weights_LP, alpha)
+        rule = None if self._acceleration is None else A2CiD2(self._acceleration)
+        learner.live = self._live = learner.comm.live(weights_LP, rule)
 
     @override
     def state_dict(self) -> dict[str, Any]:

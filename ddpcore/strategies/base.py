@@ -16,8 +16,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.options.typed import check_choice
-from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.nonfinite import ON_NONFINITE
+from ddpcore.strategies.learner import ON_NONFINITE, Learner
 from ddpcore.topology.base import Topology
 
 _PLACES = {

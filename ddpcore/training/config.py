@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ddpcore.comm.membership import ON_FAILURE
-from ddpcore.data import SAMPLERS, SHARDS
+from ddpcore.data import SAMPLERS, SHARDS, Dataset
+from ddpcore.data.shards import permutation
 from ddpcore.options.command_line import described
 from ddpcore.options.fields import check_value
 from ddpcore.options.keys import dotted
@@ -308,3 +312,29 @@ def describe_fields(word: str = "") -> list[tuple[str, str]]:
         if item.name in plain_fields(section)
     ]
     return [(key, text) for key, text in found if word.lower() in f"{key} {text}".lower()]
+
+
+def check_samples(config: TrainConfig, dataset: Dataset) -> None:
+    """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
+    run, learners = config.run, config.strategy.learners
+    if run.statistics_every and run.statistics_samples is not None:
+        random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
+    if run.hessian_every and run.hessian_samples is not None:
+        random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
+    if run.flatness_samples:
+        random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
+
+
+_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
+
+
+def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+    """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
+
+    Raises:
+        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
+    """
+    total = len(dataset.train)
+    if not least <= num <= total:
+        raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
+    return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())

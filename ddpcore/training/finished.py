@@ -18,7 +18,7 @@ from ddpcore.storage.limits import plain, shown
 from ddpcore.training.build import LearnerPlacement, build_model, read_dataset
 from ddpcore.training.checkpoint import load_safetensors
 from ddpcore.training.config import TrainConfig
-from ddpcore.training.evaluation import BATCH_SIZE
+from ddpcore.training.trainer import BATCH_SIZE
 
 _KEY = (0, 0, 0, 4)  # key of the permutation of the samples; no other random draw uses this key
 

@@ -19,16 +19,14 @@ from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
-from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, total_steps
+from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
-from ddpcore.training.config import TrainConfig
+from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.joining import remove_address, store_of, write_address
-from ddpcore.training.loop import Loop
+from ddpcore.training.loop import Loop, StepRecorder
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
-from ddpcore.training.statistics import Measurements, check_samples
-from ddpcore.training.step_record import StepRecorder
-from ddpcore.training.threads import threads_for
+from ddpcore.training.statistics import Measurements
 from ddpcore.training.trainer import Trainer
 
 

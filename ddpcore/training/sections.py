@@ -24,7 +24,7 @@ from ddpcore.options.fields import SEED_RANGE, check_value, field
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_keys, typed, without_numpy
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
-from ddpcore.strategies.nonfinite import ON_NONFINITE
+from ddpcore.strategies.learner import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.registry import TOPOLOGIES
 

@@ -6,20 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.data import Dataset
-from ddpcore.data.shards import permutation
 from ddpcore.diagnostics import Flatness, HessianStatistics, NoiseStatistics, flatness
 from ddpcore.options.typed import check_range
-from ddpcore.training.config import TrainConfig
-from ddpcore.training.evaluation import BATCH_SIZE
-from ddpcore.training.scores import by_place
-from ddpcore.training.trainer import Trainer
-
-_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
+from ddpcore.training.config import TrainConfig, random_samples
+from ddpcore.training.trainer import BATCH_SIZE, Trainer, by_place
 
 
 @dataclass(kw_only=True)
@@ -155,26 +149,3 @@ def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: i
             yield F.cross_entropy(logits, labels, reduction="sum") / num_labels
 
     return flatness(model, parts, seed=seed)
-
-
-def check_samples(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
-    run, learners = config.run, config.strategy.learners
-    if run.statistics_every and run.statistics_samples is not None:
-        random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
-    if run.hessian_every and run.hessian_samples is not None:
-        random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
-    if run.flatness_samples:
-        random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
-
-
-def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
-    """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
-
-    Raises:
-        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
-    """
-    total = len(dataset.train)
-    if not least <= num <= total:
-        raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
-    return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())

@@ -1,13 +1,10 @@
-"""The training step: batches, loss, gradients, clipping, update; evaluation of the averaged model.
-
-Shapes: L learners of this process, B samples of a learner's mini-batch, C classes, S of one parameter.
-"""
+"""One training step, the evaluation of a model over all ranks, and its scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,11 +12,151 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
-from ddpcore.data import Dataset, ResharedBatches, ShardedBatches
+from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.distributed.handle import Distributed
 from ddpcore.optim.schedules import Schedule
-from ddpcore.training.evaluation import Evaluation, evaluate
-from ddpcore.training.scores import by_place
+
+
+def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[N, C, T]`` and labels ``[N, T]`` of T places as ``[N T, C]`` and ``[N T]``; others as they are."""
+    if logits.ndim != 3 or labels.shape != (logits.shape[0], logits.shape[2]):
+        return logits, labels
+    return logits.transpose(1, 2).flatten(0, 1), labels.flatten()
+
+
+def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Count samples by label and prediction.
+
+    The matrices of parts of a data set add up to the matrix of the whole data set.
+
+    Args:
+        logits: ``[N, C]``; the prediction is the class of the largest logit.
+        labels: int64 ``[N]``.
+
+    Returns:
+        int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain a
+        NaN, which predict no class.
+
+    Raises:
+        ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1] or len(labels) == 0:
+        shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
+        raise ValueError(f"confusion_matrix: {shapes} must be [N, C] and [N], N at least 1")
+    num_classes = logits.shape[1]
+    if int(labels.min()) < 0 or int(labels.max()) >= num_classes:
+        raise ValueError(f"confusion_matrix: a label is outside 0..{num_classes - 1}, the classes of the logits")
+    choices = torch.where(logits.isnan().any(dim=1), num_classes, logits.argmax(dim=1))
+    cells = (labels * (num_classes + 1) + choices).bincount(minlength=num_classes * (num_classes + 1))
+    return cells.view(num_classes, num_classes + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of a classifier, each from 0 to 1. All except accuracy are means over classes (macro averages)."""
+
+    accuracy: float
+    precision: float
+    recall: float
+    f1: float
+    specificity: float
+
+
+def scores(confusion: torch.Tensor) -> Scores:
+    """The scores of a confusion matrix.
+
+    With TP, FP, FN and TN of one class against all others: precision TP / (TP + FP), recall TP / (TP + FN), F1
+    2 TP / (2 TP + FP + FN), specificity TN / (TN + FP), averaged over the classes that occur as a label or a
+    prediction. 0 / 0 counts as 0. So F1 is the mean of the F1 of the classes, and recall equals accuracy if all classes
+    have the same number of samples.
+
+    Raises:
+        ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
+    """
+    if confusion.ndim != 2 or confusion.shape[1] != confusion.shape[0] + 1 or int(confusion.sum()) < 1:
+        raise ValueError(f"scores: a matrix of {list(confusion.shape)} must be [C, C + 1] and count a sample at least")
+    counts = confusion.double().cpu()
+    total, right_C = counts.sum(), counts.diagonal()
+    false_positive_C = counts.sum(0)[:-1] - right_C
+    false_negative_C = counts.sum(1) - right_C
+    true_negative_C = total - right_C - false_positive_C - false_negative_C
+    occurs_C = right_C + false_positive_C + false_negative_C > 0
+
+    def mean_ratio(part_C: torch.Tensor, rest_C: torch.Tensor) -> float:
+        return float((part_C / (part_C + rest_C)).nan_to_num(0.0)[occurs_C].mean())
+
+    return Scores(
+        accuracy=float(right_C.sum() / total),
+        precision=mean_ratio(right_C, false_positive_C),
+        recall=mean_ratio(right_C, false_negative_C),
+        f1=mean_ratio(2 * right_C, false_positive_C + false_negative_C),
+        specificity=mean_ratio(true_negative_C, false_positive_C),
+    )
+
+
+BATCH_SIZE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result over all samples of a split.
+
+    Attributes:
+        loss: mean cross-entropy of all labels, without label smoothing.
+        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.training.trainer.confusion_matrix`.
+    """
+
+    loss: float
+    confusion: Tensor
+
+    @property
+    def scores(self) -> Scores:
+        """Accuracy, and the macro means of precision, recall, F1 and specificity."""
+        return scores(self.confusion)
+
+    @property
+    def error_pct(self) -> float:
+        """Percentage of wrong predictions."""
+        total = int(self.confusion.sum())
+        return 100.0 * (total - int(self.confusion.diagonal().sum())) / total
+
+    def to_dict(self) -> dict[str, float]:
+        """Loss and scores, for a record."""
+        return {"loss": self.loss, **asdict(self.scores)}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> Evaluation:
+    """Evaluate a model on a split; each rank takes a part of the samples. Collective.
+
+    Args:
+        model: in evaluation mode, the same on every rank.
+        split: on the device of the model.
+        num_classes: C.
+        comm: the learners that take part.
+    """
+    while True:
+        num, sums = comm.num_learners, _sums(model, split, num_classes, comm)
+        if comm.num_learners == num:
+            break  # else a rank has died with its part of the samples
+    loss_L, confusion_L = sums
+    return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
+
+
+def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, and confusion matrix, of each learner's part. Collective."""
+    device, num_rows = split.labels.device, len(comm.learners)
+    samples = torch.arange(len(split), device=device).tensor_split(max(1, comm.num_learners // num_rows))
+    mine = samples[comm.learners[0] // num_rows]
+    # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
+    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)
+    confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
+    for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
+        inputs, labels = split.batch(chunk)
+        logits, labels = by_place(model(inputs).float(), labels)
+        loss[0] += F.cross_entropy(logits, labels, reduction="sum")
+        confusion[0] += confusion_matrix(logits, labels)
+    return comm.gather(loss), comm.gather(confusion)
 
 
 @dataclass(eq=False, repr=False)

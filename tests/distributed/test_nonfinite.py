@@ -12,7 +12,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore.optim import FusedSGD
-from ddpcore.strategies.nonfinite import (
+from ddpcore.strategies.learner import (
     NonFinite,
     NonFiniteError,
     first_nonfinite,

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import ADPSGD
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
-from ddpcore.comm.meeting import Job
+from ddpcore.comm.base import Job
 from ddpcore.comm.shared import live, memory
+from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration
 from helpers.connection import connected
 from helpers.shared_memory_ranks import main
 
@@ -141,14 +142,15 @@ def meets_in_order(rank: int, transport: str) -> None:
     alpha, num = 0.8, 3
     comm, generator = connect(transport), torch.Generator().manual_seed(1)
     first = torch.randn(num, SIZE, generator=generator)
-    rows, virtual = comm.live(first[rank : rank + 1], alpha), VirtualCommunicator(num).live(first, alpha)
+    rule = A2CiD2(Acceleration(0.4, alpha))
+    rows, virtual = comm.live(first[rank : rank + 1], rule), VirtualCommunicator(num).live(first, rule)
     for number in range(18):
         one, peer, added = number % num, (number + 1 + number // num) % num, first[number % num] / 10
-        virtual.flow(one, 0.4, 1.0)
+        virtual.drift(one, 1.0)
         expected = Job(torch.zeros(SIZE), added.clone())
         virtual.meet(one, peer, expected)
         if rank == one:
-            rows.flow(one, 0.4, 1.0)
+            rows.drift(one, 1.0)
             job = Job(torch.zeros(SIZE), added.clone())
             rows.meet(one, peer, job)
             torch.testing.assert_close(job.model, expected.model, rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.comm import ProcessGroupCommunicator
-from ddpcore.comm.meeting import Job
+from ddpcore.comm.base import Job
 
 RANKS, MEETINGS, FAILS = 3, 30, 10
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ddpcore
 from ddpcore import Connection
-from ddpcore.comm import traffic
+from ddpcore.comm import reductions
 from ddpcore.strategies.compression import BFloat16, Int4, Int8, SparseTopK, TopK
 from ddpcore.testing.learners import Result, Scenario, SmallRun, fused_sgd, torch_sgd
 
@@ -191,7 +191,7 @@ def pairs(n: int, first: int) -> list[tuple[int, int]]:
     return [(left, left + 1) for left in range(first, n - 1, 2)]
 
 
-GATHER_BYTES = traffic.GATHER_BYTES
+GATHER_BYTES = reductions.GATHER_BYTES
 MODELS = {
     "mlp": Scenario(),
     "batch_norm": Scenario(batch_norm=True, accumulation=2),
@@ -211,7 +211,7 @@ def train(
 
     Without a group all are virtual, with one each rank is one, or with ``num_rows`` so many.
     """
-    traffic.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
+    reductions.GATHER_BYTES = 0 if case.topology == "all_reduce" else GATHER_BYTES
     decay = 0.7 if case.strategy == "dpsgd_consensus" else 1.0
     scenario = replace(MODELS[case.model], make_optimizer=OPTIMIZERS[case.optimizer], lr_decay=decay)
     is_rank = num_rows is None and group is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ADPSGD, Complete, OnePeerExponential, RandomPair, Ring, Star, StaticExponential
-from ddpcore.comm.meeting import acceleration_of
+from ddpcore.strategies.a2cid2 import acceleration_of
 from ddpcore.testing import check_strategy
 from ddpcore.training import TrainConfig
 from helpers.adpsgd_runs import (

@@ -11,7 +11,7 @@ import torch
 
 from ddpcore.data import Dataset, Split
 from ddpcore.storage.serialization import tensors_of
-from ddpcore.strategies.nonfinite import is_finite
+from ddpcore.strategies.learner import is_finite
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.config import merged

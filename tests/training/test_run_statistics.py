@@ -17,8 +17,7 @@ from ddpcore.options.keys import get
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints
-from ddpcore.training.config import merged
-from ddpcore.training.statistics import random_samples
+from ddpcore.training.config import merged, random_samples
 from helpers import images as helper
 
 WATCHED = {"strategy": {"learners": 3}, "run": {"statistics_every": 2}}

@@ -23,7 +23,7 @@ from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training import TrainConfig, command
 from ddpcore.training.config import merged
-from ddpcore.training.evaluation import evaluate
+from ddpcore.training.trainer import evaluate
 from helpers import elastic_ranks, forked, ranks
 
 STEPS_PER_EPOCH = 17

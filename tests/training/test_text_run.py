@@ -14,7 +14,7 @@ from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import check_parts
 from ddpcore.training.config import merged
 from ddpcore.training.finished import FinishedRun
-from ddpcore.training.scores import by_place
+from ddpcore.training.trainer import by_place
 
 SMALL = {"width": 8, "depth": 1, "num_heads": 2, "mlp_width": 8}
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from ddpcore.training import TrainConfig, train
-from ddpcore.training.build import build_model, read_dataset
-from ddpcore.training.threads import LEAST_WORK, forward_work, threads_for
+from ddpcore.training.build import LEAST_WORK, build_model, forward_work, read_dataset, threads_for
 
 DIGITS = {"dataset": "digits", "steps": 2, "strategy": "dpsgd", "learners": 4, "batch_size": 128, "evaluate_every": 0}
 

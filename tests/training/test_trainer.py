@@ -179,7 +179,7 @@ def test_evaluation_goes_through_all_samples(monkeypatch: pytest.MonkeyPatch) ->
     made = trainer()
     model = made.evaluation_model()
     whole = made.evaluate(model)
-    monkeypatch.setattr("ddpcore.training.evaluation.BATCH_SIZE", 7)
+    monkeypatch.setattr("ddpcore.training.trainer.BATCH_SIZE", 7)
     parts = made.evaluate(model)
     assert torch.equal(whole.confusion, parts.confusion)
     assert whole.loss == pytest.approx(parts.loss)

@@ -4,7 +4,7 @@ A lock is one byte of a file that all ranks have open (``fcntl.lockf``). The ker
 dies. Rows are locked by ascending rank, so no two ranks wait for each other. A rank that dies while it writes leaves
 its mark, so nobody uses a row that is written in part. A lock orders memory: the next holder sees all earlier writes.
 
-Shapes: a row is ``[K, P]``: P weights of a learner, and their double if K = 2.
+Shapes: a row is ``[K, P]``: P weights of a learner, and K - 1 further copies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.live import LiveWeights
-from ddpcore.comm.meeting import Job, flow_, meet_
+from ddpcore.comm.base import Job, LiveWeights, PairMean
 from ddpcore.comm.shared import memory
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.flags import LINE_BYTES, Flags
@@ -36,11 +35,11 @@ class SharedLiveWeights(LiveWeights):
     Args:
         coordinator: of the ranks, between two operations.
         rows: ``[K, P]`` of each rank, in shared memory. Each rank has filled its own.
-        alpha: of A2CiD2; None for rows without a double.
+        rule: what a meeting does to two rows.
     """
 
-    def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor], alpha: float | None) -> None:
-        self._coordinator, self._rows, self._rank, self._alpha = coordinator, rows, coordinator.rank, alpha
+    def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor], rule: PairMean) -> None:
+        self._coordinator, self._rows, self._rank, self._rule = coordinator, rows, coordinator.rank, rule
         num_bytes = LINE_BYTES * len(rows)
         file = memory.create_file(num_bytes) if self._rank == 0 else -1
         number = coordinator.arrive(f"the opening of {len(rows)} rows to all ranks", str(file).encode())
@@ -62,12 +61,12 @@ class SharedLiveWeights(LiveWeights):
         """RuntimeError: the peer is gone, or a rank has died in the middle of an average, or has failed elsewhere."""
         self._coordinator.check_present(peer, "after its last step: end training with a collective call on all ranks")
         with self._writing(sorted({learner, peer})):
-            meet_(self._rows[learner], None if peer == learner else self._rows[peer], job, self._alpha)
+            self._rule.meet_(self._rows[learner], None if peer == learner else self._rows[peer], job)
 
     @override
-    def flow(self, learner: int, eta: float, time: float) -> None:
+    def drift(self, learner: int, time: float) -> None:
         with self._writing([learner]):
-            flow_(self._rows[learner], eta, time)
+            self._rule.drift_(self._rows[learner], time)
 
     @override
     def rows(self) -> Tensor:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, PeerExchange, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
-from ddpcore.comm.live import LiveWeights, first_rows
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import Coordinator
@@ -361,9 +360,10 @@ class SharedMemoryCommunicator(SegmentCommunicator):
         super().__init__(group, HostMemory(), timeout, "shared memory of one host", among, in_thread=in_thread)
 
     @override
-    def live(self, weights_LP: Tensor, alpha: float | None = None) -> LiveWeights:
-        first = first_rows(weights_LP, alpha)[0]
+    def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
+        rule = rule or PairMean()
+        first = rule.first_rows(weights_LP)[0]
         parts = self._allocate(first.nbytes).values()
         rows = [part[: first.nbytes].view(first.dtype).view(first.shape) for part in parts]
         rows[self.rank].copy_(first)
-        return SharedLiveWeights(self._coordinator, rows, alpha)
+        return SharedLiveWeights(self._coordinator, rows, rule)
