@@ -1,8 +1,143 @@
-"""``python -m ddpcore.training``, see :mod:`ddpcore.training.command`."""
+"""The command ``python -m ddpcore.training --out DIR KEY=VALUE...``: a whole training run."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ddpcore.training.command import main
+import torch
+
+from ddpcore.comm import choose_backend
+from ddpcore.options.command_line import SETTINGS, parse
+from ddpcore.options.fields import check, field
+from ddpcore.options.keys import parse_settings
+from ddpcore.records.run import CHECKPOINTS, RunRecord
+from ddpcore.runtime import launch
+from ddpcore.storage.limits import plain, shown
+from ddpcore.training.build import check_connection
+from ddpcore.training.checkpoint import members_left
+from ddpcore.training.config import TrainConfig, describe_fields, merged
+from ddpcore.training.run import Interrupted, join_run, train_rank
+
+PROGRAM = "ddpcore.training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train as a TrainConfig says: --out runs/first model=mlp data=digits strategy=ssgd strategy.learners=4 run.steps=9
+
+    An option of a part is a key of its section, such as optimizer.momentum=0.9. --fields prints all fields.
+    """
+
+    EXAMPLE = "python -m ddpcore.training --out runs/first model=mlp data=digits run.epochs=20"
+
+    settings: Sequence[str] = SETTINGS
+    out: Path | None = field(None, "folder of record, checkpoints and model", metavar="DIR")
+    world_size: int = field(1, "start this many ranks; with 1 all learners are virtual", least=1)
+    resume: bool = field(False, "continue from the last checkpoint in --out", action="store_true")
+    join: bool = field(
+        False, "join the run in --out as a new rank, if it has real ranks and on_failure=shrink", action="store_true"
+    )
+    fields: str | None = field(
+        None, "print the fields whose key or text has this word, or all", nargs="?", const="", metavar="WORD"
+    )
+    tensorboard: bool = field(False, "also write numbers for TensorBoard", action="store_true")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.out is None and self.fields is None:
+            raise ValueError("--out is missing: name the folder of the run, such as --out runs/first")
+        if self.join and (self.settings or self.resume or self.tensorboard or self.world_size > 1):
+            raise ValueError("--join takes all settings from the run in --out: leave everything else out")
+
+    @property
+    def folder(self) -> Path:
+        """``out``, which is given."""
+        assert self.out is not None
+        return self.out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
+    try:
+        options = parse(TrainOptions, argv, prog=f"python -m {PROGRAM}", description=TrainOptions.__doc__ or "")
+        if options.fields is not None:
+            return _print_fields(options.fields)
+        if options.join:
+            num = RunRecord.read(options.folder).header["config"]["strategy"]["learners"]
+            torch.set_num_threads(launch.threads_per_rank(num))
+            join_run(options.folder)
+        else:
+            _start(options)
+        if (world := launch.torchrun_world()) is None or world.rank == 0:
+            print(_summary(RunRecord.read(options.folder).final), "-", shown(options.folder))
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        code, message = 2, str(error)
+    except launch.RankFailed as error:
+        code, message = 1, str(error).splitlines()[-1]
+    except RuntimeError as error:  # of a rank that joins
+        if not options.join:
+            raise
+        code, message = 1, str(error).partition("\n")[0]
+    except (launch.Stopped, Interrupted) as error:
+        code, message = 130, str(error).replace("resume=True", "--resume")
+    else:
+        return 0
+    print(f"{PROGRAM}: {plain(message)}", file=sys.stderr)
+    return code
+
+
+def _print_fields(word: str) -> int:
+    found = describe_fields(word)
+    for key, text in found:
+        print(f"{key}: {text}")
+    if not found:
+        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
+    return 0
+
+
+def _start(options: TrainOptions) -> None:
+    """Start the ranks of a run, and wait for its end."""
+    torchrun = launch.torchrun_world()
+    world_size = options.world_size if torchrun is None else torchrun.world_size
+    left = members_left(options.folder / CHECKPOINTS) if options.resume and world_size > 1 else None
+    learners = world_size if left is None else left.first
+    config = TrainConfig.from_dict(merged({"strategy": {"learners": learners}}, parse_settings(options.settings)))
+    if left is not None and torchrun is None and len(left.members) != world_size:
+        world_size = len(left.members)
+        print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
+    device = "cuda" if config.run.device == "auto" and torch.cuda.is_available() else config.run.device
+    backend = "virtual"
+    if world_size > 1:
+        kind = "cpu" if device == "auto" else device
+        num_gpus = torch.cuda.device_count()
+        backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
+        if backend == "virtual":
+            raise ValueError(
+                f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or run.device=cpu"
+            )
+    check_connection(config, world_size, 1 if torchrun is None else -(-world_size // torchrun.local_world_size))
+    launch.run(
+        train_rank,
+        (config, options.folder, options.resume, options.tensorboard),
+        world_size=world_size,
+        backend=backend,
+        timeout=config.strategy.timeout,
+        on_failure=config.strategy.on_failure,
+    )
+
+
+def _summary(final: dict[str, Any]) -> str:
+    """The end of a run in one line."""
+    accuracy = final["accuracy"]
+    reached = "no test split" if accuracy is None else f"accuracy {100 * accuracy:.2f} %"
+    return f"{'diverged at' if final['diverged'] else 'finished'} step {final['step']}, {reached}"
+
 
 if __name__ == "__main__":
     sys.exit(main())

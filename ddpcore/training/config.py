@@ -7,12 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import SAMPLERS, SHARDS, Dataset
-from ddpcore.data.shards import permutation
 from ddpcore.options.command_line import described
 from ddpcore.options.fields import check_value
 from ddpcore.options.keys import dotted
@@ -35,6 +31,7 @@ from ddpcore.training.sections import (
     key_of,
     parts_of,
     plain_fields,
+    random_samples,
     table_of,
 )
 
@@ -323,18 +320,3 @@ def check_samples(config: TrainConfig, dataset: Dataset) -> None:
         random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
     if run.flatness_samples:
         random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
-
-
-_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
-
-
-def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
-    """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
-
-    Raises:
-        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
-    """
-    total = len(dataset.train)
-    if not least <= num <= total:
-        raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
-    return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())

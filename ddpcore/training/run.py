@@ -82,7 +82,7 @@ def train(
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
-        measured = Measurements.of(config, trainer)
+        measured = Measurements.of(config.run, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -92,6 +92,11 @@ def train(
                 finished = _train(placement, trainer, measured, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
+
+
+def train_rank(world: World, config: TrainConfig, out: Path, resume: bool, tensorboard: bool) -> None:
+    """One of the ranks that :func:`ddpcore.runtime.launch.run` starts: see :func:`train`."""
+    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard)
 
 
 def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
@@ -120,7 +125,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
         outputs = {"tensorboard": False, "on_record": None}
-        finished = _train(placement, trainer, Measurements.of(config, trainer), out, False, outputs, stop_signal)
+        finished = _train(placement, trainer, Measurements.of(config.run, trainer), out, False, outputs, stop_signal)
     stop_signal.pass_on()
     return finished
 

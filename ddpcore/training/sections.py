@@ -7,13 +7,15 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
+import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import LEAST, ON_FAILURE
-from ddpcore.data import DATASETS, SAMPLERS, SHARDS
-from ddpcore.data.shards import check_growth
+from ddpcore.data import DATASETS, SAMPLERS, SHARDS, Dataset
+from ddpcore.data.shards import check_growth, permutation
 from ddpcore.data.uneven import check_options as check_shards
 from ddpcore.distributed.averaging import BATCH_NORM
 from ddpcore.distributed.state_sync import Policies
@@ -362,3 +364,18 @@ for _section in CLASSES.values():
     _section.__doc__ = f"{_section.__doc__}\n\n    Attributes:\n" + "\n".join(
         f"        {item.name}: {item.metadata['about']}" for item in fields(_section)
     )
+
+
+_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
+
+
+def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
+    """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
+
+    Raises:
+        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
+    """
+    total = len(dataset.train)
+    if not least <= num <= total:
+        raise ValueError(f"{name} is {num}: take {least} to {total}, the size of the training set")
+    return torch.from_numpy(permutation(total, seed, *_KEY)[:num].copy())

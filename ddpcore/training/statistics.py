@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpcore.data import Dataset
 from ddpcore.diagnostics import Flatness, HessianStatistics, NoiseStatistics, flatness
 from ddpcore.options.typed import check_range
-from ddpcore.training.config import TrainConfig, random_samples
+from ddpcore.training.sections import RunConfig, random_samples
 from ddpcore.training.trainer import BATCH_SIZE, Trainer, by_place
 
 
@@ -30,9 +30,9 @@ class Measurements:
     _num_seen: dict[str, int] = field(default_factory=lambda: {"noise": 0, "hessian": 0})
 
     @classmethod
-    def of(cls, config: TrainConfig, trainer: Trainer) -> Measurements:
+    def of(cls, run: RunConfig, trainer: Trainer) -> Measurements:
         """The measurements that the config asks for, of a trainer before its first step. ValueError as below."""
-        return cls(noise=noise_statistics(config, trainer), hessian=hessian_statistics(config, trainer))
+        return cls(noise=noise_statistics(run, trainer), hessian=hessian_statistics(run, trainer))
 
     def new_rows(self) -> list[dict[str, Any]]:
         """The entries of the run's record since the last call, without those of single parameters."""
@@ -57,7 +57,7 @@ class Measurements:
             self.hessian.num_steps = step
 
 
-def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics | None:
+def noise_statistics(run: RunConfig, trainer: Trainer) -> NoiseStatistics | None:
     """The noise statistics of a trainer before its first step; None if ``statistics_every`` is 0.
 
     The statistics do not change the weights by a single bit. The full loss is the mean training loss of the training
@@ -68,18 +68,18 @@ def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics |
     Raises:
         ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
     """
-    if not config.run.statistics_every:
+    if not run.statistics_every:
         return None
     n, total = trainer.batches.num_learners, len(trainer.dataset.train)
-    parts_of_all = _fixed_parts(trainer, "statistics_samples", config.run.statistics_samples, config.run.seed)
+    parts_of_all = _fixed_parts(trainer, "statistics_samples", run.statistics_samples, run.seed)
     num = n * sum(part.shape[1] for part in parts_of_all)
     size = trainer.batches.batch_size // n
-    is_all = config.run.statistics_samples in (None, total)
+    is_all = run.statistics_samples in (None, total)
     kind = "the training set" if is_all else f"a part of the training set, {num} samples"
     return NoiseStatistics(
         trainer.handle,
         trainer.optimizer,
-        config.run.statistics_every,
+        run.statistics_every,
         batch_size=size,
         loss=lambda: _loss_of(trainer, trainer.parts()),
         full_loss=lambda: _loss_of(trainer, parts_of_all),
@@ -91,7 +91,7 @@ def noise_statistics(config: TrainConfig, trainer: Trainer) -> NoiseStatistics |
     )
 
 
-def hessian_statistics(config: TrainConfig, trainer: Trainer) -> HessianStatistics | None:
+def hessian_statistics(run: RunConfig, trainer: Trainer) -> HessianStatistics | None:
     """The Hessian along a run, of a trainer before its first step; None if ``hessian_every`` is 0.
 
     The loss is the one of :func:`noise_statistics`, on ``hessian_samples`` samples. No bit of the training changes.
@@ -100,18 +100,18 @@ def hessian_statistics(config: TrainConfig, trainer: Trainer) -> HessianStatisti
         ValueError: the training set is smaller than ``hessian_samples``, or has fewer samples than learners; or the
             model has fewer parameters than ``hessian_top`` eigenvectors.
     """
-    if not config.run.hessian_every:
+    if not run.hessian_every:
         return None
     num_parameters = sum(one.numel() for one in trainer.module.parameters() if one.requires_grad)
-    check_range("hessian_top", config.run.hessian_top, most=num_parameters - 1)
-    parts = _fixed_parts(trainer, "hessian_samples", config.run.hessian_samples, config.run.seed)
+    check_range("hessian_top", run.hessian_top, most=num_parameters - 1)
+    parts = _fixed_parts(trainer, "hessian_samples", run.hessian_samples, run.seed)
     return HessianStatistics(
         trainer.handle,
         lambda: _loss_of(trainer, parts),
         optimizer=trainer.optimizer,
-        every=config.run.hessian_every,
-        top=config.run.hessian_top,
-        seed=config.run.seed,
+        every=run.hessian_every,
+        top=run.hessian_top,
+        seed=run.seed,
     )
 
 

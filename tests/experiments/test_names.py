@@ -23,8 +23,8 @@ from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import JsonLines
 from ddpcore.training import RunRecord, TrainConfig
+from ddpcore.training.__main__ import main as train
 from ddpcore.training.checkpoint import Checkpoints
-from ddpcore.training.command import main as train
 
 Main = Callable[..., tuple[int, str, str]]
 NAMES = ["a\x1b[31mred", "two\nlines", "a\0nul", "\u202eright to left", "[bold]markup[/bold]", "<b>html</b>", "a\rb\bc"]

@@ -36,7 +36,8 @@ from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
-from ddpcore.training import RunRecord, TrainConfig, command
+from ddpcore.training import RunRecord, TrainConfig
+from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from helpers.connection import connected
 from helpers.forked import without_gloo

@@ -10,7 +10,7 @@ from ddpcore.bench import commands as bench
 from ddpcore.experiments import command_line as experiments
 from ddpcore.options import command_line
 from ddpcore.report.command import ReportOptions, ServeOptions
-from ddpcore.training.command import TrainOptions
+from ddpcore.training.__main__ import TrainOptions
 
 
 def test_names() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ddpcore import __main__ as entry
 from ddpcore.training import RunRecord, TrainConfig, train
-from ddpcore.training.command import main
+from ddpcore.training.__main__ import main
 from ddpcore.training.config import describe_fields
 from helpers import ranks
 

@@ -21,7 +21,8 @@ from ddpcore.options.keys import dotted
 from ddpcore.records.run import RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines
-from ddpcore.training import TrainConfig, command
+from ddpcore.training import TrainConfig
+from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from ddpcore.training.trainer import evaluate
 from helpers import elastic_ranks, forked, ranks
