@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ ROW = re.compile(r"^\| (\d+) \| `(?:ddpcore/)?([a-z_]+)(?:/|\.py)?` \|", re.MULT
 MAX_LAYERS, MAX_PARTS, MAX_ARROWS = 10, 23, 92
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_FLOORS = 6  # files of the longest chain of imports inside a part
 # "path" or "path:function" -> why it may be longer.
 EXCEPTIONS: dict[str, str] = {}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "examples", "setup.py")
@@ -82,6 +84,75 @@ def layer_complaints(root: Path) -> list[str]:
             complaints.append(f"{where}:{line}: imports {other!r}, which has no layer")
         elif part in layers and layers[other] >= layers[part]:
             complaints.append(f"{where}:{line}: {part} (layer {layers[part]}) imports {other} (layer {layers[other]})")
+    return complaints
+
+
+def module_name(root: Path, path: Path) -> str:
+    """The dotted name of a module; a package is named by its folder."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def floors_of(root: Path, part: Path) -> list[str]:
+    """The longest chain of imports between the modules of a part. What ``__init__.py`` gathers does not count."""
+    paths = {module_name(root, path): path for path in sorted(part.rglob("*.py"))}
+    below: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        nodes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom) and node.module]
+        found = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names} | {
+            node.module for node in nodes
+        }
+        below[name] = {other for other in found if other in paths and other != name and paths[other].stem != FACADE}
+
+    @cache
+    def longest(name: str) -> tuple[str, ...]:
+        return (name, *max(map(longest, sorted(below[name])), key=len, default=()))
+
+    return list(max(map(longest, below), key=len, default=()))
+
+
+def floor_complaints(root: Path) -> list[str]:
+    chains = [floors_of(root, part) for part in sorted((root / "ddpcore").iterdir()) if part.is_dir()]
+    return [f"{len(chain)} files deep: {' -> '.join(chain)}" for chain in chains if len(chain) > MAX_FLOORS]
+
+
+def concrete_classes(root: Path) -> dict[str, str]:
+    """Class -> its part, of strategies and communicators that are not interfaces, and of the optimizers."""
+    tops = {"strategies": {"Strategy", "Baseline"}, "comm": {"Communicator"}, "optim": {"Optimizer", "FusedOptimizer"}}
+    found: dict[str, str] = {}
+    for part, bases in tops.items():
+        known = set(bases)
+        classes = [
+            node
+            for path in sorted((root / "ddpcore" / part).rglob("*.py"))
+            for node in ast.walk(parse(path))
+            if isinstance(node, ast.ClassDef)
+        ]
+        for _ in classes:  # until no further subclass is found
+            for node in classes:
+                if {
+                    base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases
+                } & known:
+                    known.add(node.name)
+        found |= dict.fromkeys(known - bases, part)
+    return found
+
+
+def concrete_complaints(root: Path) -> list[str]:
+    """Places above a part that ask for one of its concrete classes, so that a user's own class could not answer."""
+    layers, concrete, complaints = layers_of(root), concrete_classes(root), []
+    for path in sorted((root / "ddpcore").rglob("*.py")):
+        part = part_of(list(path.relative_to(root).with_suffix("").parts))
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "isinstance":
+                continue
+            names = [one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name) and one.id in concrete]
+            for name in names:
+                if concrete[name] != part and layers.get(part, 0) > layers[concrete[name]]:
+                    where = path.relative_to(root)
+                    complaints.append(
+                        f"{where}:{node.lineno}: asks for {name}: ask its interface what it needs to know"
+                    )
     return complaints
 
 
@@ -159,6 +230,14 @@ def test_every_exception_is_needed():
     for entry in EXCEPTIONS:
         path, _, function = entry.partition(":")
         assert any(c.startswith(f"{path}:") and function in c for c in needed), f"{entry} is no exception any more"
+
+
+def test_parts_are_few_files_deep():
+    assert_none(floor_complaints(ROOT))
+
+
+def test_no_layer_asks_for_a_concrete_class():
+    assert_none(concrete_complaints(ROOT))
 
 
 def test_tests_mirror_the_tree():
@@ -245,3 +324,26 @@ def test_tests_of_nothing_are_reported(tmp_path):
     files = ["ddpcore/comm/shared/x.py", "tests/comm/shared/test_x.py", "tests/attic/test_y.py", "tests/test_z.py"]
     write(tmp_path, dict.fromkeys(files, ""))
     assert mirror_complaints(tmp_path) == ["tests/attic:1: there is no ddpcore/attic"]
+
+
+def test_a_long_chain_of_imports_is_reported(tmp_path):
+    names = [f"m{number}" for number in range(MAX_FLOORS + 1)]
+    files = {f"ddpcore/comm/{one}.py": f"from ddpcore.comm.{other} import x" for one, other in zip(names, names[1:])}
+    write(tmp_path, {**files, f"ddpcore/comm/{names[-1]}.py": "", "ddpcore/comm/__init__.py": "from .m0 import x"})
+    (complaint,) = floor_complaints(tmp_path)
+    assert complaint.startswith(f"{MAX_FLOORS + 1} files deep: ddpcore.comm.m0 -> ddpcore.comm.m1 -> ")
+    (tmp_path / "ddpcore/comm/m0.py").unlink()
+    assert floor_complaints(tmp_path) == []
+
+
+def test_a_question_for_a_concrete_class_is_reported(tmp_path):
+    table = "| 1 | `comm/` | x |\n| 2 | `strategies/` | x |\n| 3 | `bench/` | x |\n| 0 | `optim/` | x |\n"
+    write(tmp_path, {
+        "docs/architecture.md": table,
+        "ddpcore/comm/x.py": "class Communicator: ...\nclass Far(Communicator): ...\nisinstance(x, Far)",
+        "ddpcore/strategies/x.py": "class Strategy: ...\nclass A(Strategy): ...\nclass B(A): ...",
+        "ddpcore/optim/x.py": "",
+        "ddpcore/bench/x.py": "isinstance(x, B)\nisinstance(x, (int, Far))\nisinstance(x, Strategy)",
+    })  # fmt: skip
+    found = [complaint.partition(": ask its")[0] for complaint in concrete_complaints(tmp_path)]
+    assert found == ["ddpcore/bench/x.py:1: asks for B", "ddpcore/bench/x.py:2: asks for Far"]

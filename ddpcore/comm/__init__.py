@@ -1,11 +1,10 @@
 """Communicators, which connect real ranks (memory that they share, process group) or virtual learners."""
 
 from .agreement import check_agreement, facts_of
-from .base import Communicator, Exchange, Work
+from .base import Communicator, Exchange, LiveWeights, Work
 from .choice import Choice, Transport, choose_backend, choose_transport
 from .connect import connect
 from .link import LearnerClock, Link, LinkedCommunicator
-from .live import LiveWeights
 from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator
 from .shared.cuda_ipc import CudaIpcCommunicator

@@ -18,8 +18,8 @@ from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.records.config import SECTIONS
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
-from ddpcore.strategies.base import Strategy
 from ddpcore.training import TrainConfig
+from ddpcore.training.build import needs_ranks
 from ddpcore.training.config import check_settings, merged
 
 if sys.version_info >= (3, 11):
@@ -88,7 +88,7 @@ class Row:
                 raise ValueError(
                     f"strategy.learners is {strategy.learners}: it must be a multiple of hosts, {self.hosts}"
                 )
-            if self.hosts > 1 and isinstance(config.checked_strategy, Strategy) and strategy.transport != "pg":
+            if self.hosts > 1 and not needs_ranks(config) and strategy.transport != "pg":
                 raise ValueError(f"strategy.transport is {strategy.transport!r}: hosts share no memory, set it to 'pg'")
         except ValueError as error:
             raise ValueError(f"{self.study}: row {self.name}, scale {scale}: {error}") from None

@@ -121,7 +121,7 @@ def with_epochs(name: str, table: Any) -> Any:
         ),
         ({"strategy": {"name": "dpsgd", "compression": "zip"}}, "unknown compression 'zip'"),
         ({"strategy": {"name": "slowmo", "base": "ssgd"}}, "slowmo: base is 'ssgd': did you mean 'dpsgd'?"),
-        ({"strategy": {"name": "dpsgd", "compression": 3}}, "compression is 3: it must be a name, or"),
+        ({"strategy": {"name": "dpsgd", "compression": 3}}, "compression is 3: it must be a codec"),
         (
             {"strategy": {"name": "local_sgd", "outer": {"lrr": 1}}},
             "local_sgd: outer: SGD.__init__() got an unex",
