@@ -11,6 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -328,7 +329,7 @@ def test_tests_of_nothing_are_reported(tmp_path):
 
 def test_a_long_chain_of_imports_is_reported(tmp_path):
     names = [f"m{number}" for number in range(MAX_FLOORS + 1)]
-    files = {f"ddpcore/comm/{one}.py": f"from ddpcore.comm.{other} import x" for one, other in zip(names, names[1:])}
+    files = {f"ddpcore/comm/{one}.py": f"from ddpcore.comm.{other} import x" for one, other in pairwise(names)}
     write(tmp_path, {**files, f"ddpcore/comm/{names[-1]}.py": "", "ddpcore/comm/__init__.py": "from .m0 import x"})
     (complaint,) = floor_complaints(tmp_path)
     assert complaint.startswith(f"{MAX_FLOORS + 1} files deep: ddpcore.comm.m0 -> ddpcore.comm.m1 -> ")
