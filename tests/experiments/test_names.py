@@ -43,7 +43,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, main: Main, capsys: pytest.Cap
         lambda: main("compare", str(path))[0],
         lambda: train([f"data.data_dir={path}", "data=mnist", "run.epochs=1", "--out", str(tmp_path / "out")]),
         lambda: train(["run.epochs=1", f"model={name}", "--out", str(tmp_path / "out")]),
-        lambda: bench(["--model", name]),
+        lambda: bench([f"model={name}"]),
         lambda: report([str(path), "--out", str(tmp_path / "page.html")]),
     )
     for number, command in enumerate(commands):

@@ -49,7 +49,7 @@ def test_every_row_and_seed(main: Main, tiny: Path, tmp_path: Path) -> None:
         assert line["status"] == "finished"
         assert line["metrics"]["train_loss"] == record.epochs[-1]["train_loss"]
         assert line["metrics"]["accuracy"] is None, "synthetic data have no test split"
-        assert record.header["config"]["seed"] == line["seed"]
+        assert record.header["config"]["run"]["seed"] == line["seed"]
         assert record.header["total_steps"] == 4
         assert f"{line['row']}, seed {line['seed']}" in text
     assert lines[0]["metrics"]["train_loss"] != lines[3]["metrics"]["train_loss"], "another seed, another run"
@@ -81,8 +81,8 @@ def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> Non
     assert main("run", tiny, "--out", out, *words)[0] == 0
     assert list(Folder(out).results()) == [("a", 5), ("b", 5), ("a", 6), ("b", 6)]
     config = RunRecord.read(Folder(out).run_path("b", 6)).header["config"]
-    assert (config["lr"], config["steps"], config["seed"]) == (0.25, 2, 6)
-    assert config["optimizer_options"] == {"momentum": 0.5}
+    assert (config["optimizer"]["lr"], config["run"]["steps"], config["run"]["seed"]) == (0.25, 2, 6)
+    assert config["optimizer"]["momentum"] == 0.5
     assert Folder(out).manifest()["set"] == {"optimizer.momentum": 0.5}
 
 

@@ -165,11 +165,11 @@ def test_what_ranks_are_refused(what: str, says: str, outcome: Callable[..., Out
 
 
 def test_commands_refuse_transports_before_they_start_ranks() -> None:
-    def bench(**options: Any) -> str | None:
-        config = BenchConfig(strategies=("adpsgd",), device="cpu", **options)
+    def bench(*settings: str, **options: Any) -> str | None:
+        config = BenchConfig(settings=("run.device=cpu", *settings), strategies=("adpsgd",), **options)
         return resolve(config, world_size=4, num_gpus=0).transport_name
 
-    assert (bench(), bench(backend="virtual"), bench(transport="pg")) == ("shm", None, "pg")
+    assert (bench(), bench(backend="virtual"), bench("strategy.transport=pg")) == ("shm", None, "pg")
 
     def check(num_ranks: int, num_hosts: int = 1, **options: Any) -> None:
         run = merged(
@@ -184,9 +184,9 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
 
     check(1)
     check(4)
-    check(4, transport="pg")
+    check(4, strategy={"transport": "pg"})
     check(4, num_hosts=2)
-    check(1, strategy_options={"speeds": [1, 1, 1, 0.5]})
+    check(1, strategy={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="adpsgd does not run over several learners on each rank: take virtual"):
         check(2)
     with pytest.raises(ValueError, match="adpsgd does not run over transport='link'"):
