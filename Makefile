@@ -48,11 +48,14 @@ bench: $(INSTALLED)
 	@printf '\nnext:  %s\n       %s\n' "$(ENTER)" "ddpcore demo   # one minute: where averaging weights trains and averaging gradients fails"
 
 # Three processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once, and many tests wait.
+# Without the tests marked slow: packages, the site, deaths of ranks, stress, and most cases of the oracle.
+SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs. pytest stands last, so that its closing line is the last one.
-check: lint types cpp test
+# Exactly what CI runs: all tests. pytest stands last, so that its closing line is the last one.
+check: lint types cpp
+	@$(MAKE) --no-print-directory test SELECT=
 
 lint: $(TOOLED)
 	$(PY) -m ruff check .

@@ -46,6 +46,15 @@ class _FailuresAtOnce:
             reporter.write_line(f"\nFAILED in {report.when} of {report.nodeid}: {why.strip()[:300]}")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU tests on one are left out, instead of skipped one by one."""
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+
 def _why_no_cuda() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"

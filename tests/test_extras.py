@@ -15,6 +15,8 @@ import pytest
 from ddpcore import Star
 from helpers import without_packages
 
+pytestmark = pytest.mark.slow
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

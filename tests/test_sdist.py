@@ -14,6 +14,8 @@ import pytest
 
 from ddpcore.runtime.version import VERSION
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("csrc", "ddpcore", "tests", "docs", "benchmarks", "tools", "examples")
 FILES = (

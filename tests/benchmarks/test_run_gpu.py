@@ -16,6 +16,8 @@ import summarize
 
 from helpers import ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "run_gpu.sh"
 

@@ -12,6 +12,8 @@ import torch
 from helpers import elastic_ranks, ranks
 from helpers.elastic_ranks import Ended, Trial
 
+pytestmark = pytest.mark.slow
+
 SIGKILL = 9
 GOES_ON = [trial for trial in elastic_ranks.TRIALS if trial.world_size - len(trial.deaths) > 1]
 

@@ -14,6 +14,8 @@ import torch
 from helpers import fault_ranks as trials
 from helpers import ranks
 
+pytestmark = pytest.mark.slow
+
 HELPERS = Path(__file__).parent.parent / "helpers"
 sys.path.insert(0, str(HELPERS))
 sys.path.remove(str(HELPERS))

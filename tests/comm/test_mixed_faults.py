@@ -13,6 +13,8 @@ import torch
 from helpers import mixed_fault_ranks as trials
 from helpers import ranks
 
+pytestmark = pytest.mark.slow
+
 HELPERS = Path(__file__).parent.parent / "helpers"
 
 Outcome = list[tuple[int, str]]  # of each rank: exit status, output

@@ -19,6 +19,8 @@ import pytest
 import ddpcore
 from helpers.ranks import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 PROSE = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]
 
 

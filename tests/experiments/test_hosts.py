@@ -14,6 +14,8 @@ import pytest
 from ddpcore.experiments import hosts
 from helpers import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def process(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     try:

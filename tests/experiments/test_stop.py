@@ -16,6 +16,8 @@ import pytest
 
 from ddpcore.training.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 100.0  # for what takes two or three
 START_SECONDS = 300.0  # to the first epoch: 15 on an idle machine, 100 on a busy one
 

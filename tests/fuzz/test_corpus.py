@@ -12,6 +12,8 @@ pytest.importorskip("safetensors")
 pytest.importorskip("h5py")
 from fuzz.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
 CORPUS = Path(__file__).resolve().parent / "corpus"
 
 

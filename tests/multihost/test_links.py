@@ -10,6 +10,8 @@ import torch
 from ddpcore.experiments import hosts
 from helpers import host_ranks, link_faults, ranks
 
+pytestmark = pytest.mark.slow
+
 NUM_HOSTS = 4
 
 

@@ -12,6 +12,8 @@ import torch
 from ddpcore.experiments import hosts
 from helpers import forked, host_ranks, oracle, ranks
 
+pytestmark = pytest.mark.slow
+
 NUM_HOSTS, SECONDS = 2, 600.0
 
 

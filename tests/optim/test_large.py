@@ -16,6 +16,8 @@ from torch import nn
 
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
 
+pytestmark = pytest.mark.slow
+
 TEN_MILLION = 10_000_003  # no multiple of a vector, a block or a tile
 STEPS = 2
 TOLERANCE = 8 * 2**-23 * 8  # eight units in the last place of weights below 8

@@ -190,10 +190,10 @@ def test_commands_refuse_transports_before_they_start_ranks() -> None:
     with pytest.raises(ValueError, match="adpsgd does not run over several learners on each rank: take virtual"):
         check(2)
     with pytest.raises(ValueError, match="adpsgd does not run over transport='link'"):
-        check(4, link="1Gb/s,1us")
+        check(4, strategy={"link": "1Gb/s,1us"})
     with pytest.raises(ValueError, match="speeds is for virtual learners"):
-        check(4, strategy_options={"speeds": [1, 1, 1, 0.5]})
+        check(4, strategy={"speeds": [1, 1, 1, 0.5]})
     with pytest.raises(ValueError, match="statistics_every is 5: adpsgd computes gradients at older weights"):
-        check(1, statistics_every=5)
+        check(1, run={"statistics_every": 5})
     with pytest.raises(ValueError, match=r"hessian_every is .*: adpsgd computes gradients at older weights"):
-        check(1, hessian_every=5)
+        check(1, run={"hessian_every": 5})

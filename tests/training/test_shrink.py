@@ -27,6 +27,8 @@ from ddpcore.training.config import merged
 from ddpcore.training.trainer import evaluate
 from helpers import elastic_ranks, forked, ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS_PER_EPOCH = 17
 LEFT = [1, 2, 3]
 

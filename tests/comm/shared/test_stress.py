@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from helpers import ranks
+
+pytestmark = pytest.mark.slow
 
 
 def test_random_operations_of_four_ranks() -> None:
