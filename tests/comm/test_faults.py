@@ -94,7 +94,8 @@ def test_later_backward_passes_raise_again_after_a_death(
 @pytest.mark.parametrize("trial", named(trials.trains_something_else))
 def test_settings_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     for _, output in outcome(*trial):
-        assert output.startswith(f"ValueError: ranks do not train the same: {trials.DIFFERENCES[trial[2]]}")
+        assert output.startswith("ValueError: ranks do not train the same: ")
+        assert trials.DIFFERENCES[trial[2]] in output
 
 
 @pytest.mark.parametrize("strategy", trials.LATE)

@@ -152,7 +152,7 @@ def trains_something_else(rank: int, what: str, transport: str) -> None:
 
 
 DIFFERENCES = {
-    "outer": "outer is SGD(lr=0.1, momentum=0, ",
+    "outer": "SGD(lr=0.1, momentum=0, ",
     "policies": "policies is Policies(momentum='average', ",
     "bucket_bytes": "bucket_bytes is 4096 on rank 1 and 8192 on rank 0",
     "scaler": "scaler is None on rank 1 and GradScaler() on rank 0",

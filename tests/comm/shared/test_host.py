@@ -156,7 +156,7 @@ def test_ranks_that_differ_are_named(trial: tuple[Any, ...], outcome: Callable[.
         "buffer": "buffer 1.running_mean is missing on rank 1 and float32 [7] on rank 0",
         "frozen": "parameter 1.bias is float32 [7] frozen on rank 1",
         "optimizer": "optimizer is SGD on rank 1 and FusedSGD on rank 0",
-        "topology": "RandomPair(seed=1), ",
+        "topology": "RandomPair(seed=1, ",
         "matrix": "FromMatrix(rounds=(Round(self_weight=0.25",
         "strategy": "strategy is LocalSGD(period=4, ",
         "transport": "transport is pg on rank 1 and shm on rank 0",
