@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.comm import VirtualCommunicator, traffic
+from ddpcore.comm import VirtualCommunicator, reductions
 from ddpcore.comm.virtual import ElasticVirtualCommunicator
 from helpers import group_ranks as helper
 from helpers import ranks
@@ -116,7 +116,7 @@ def test_learners_that_may_die_have_no_groups() -> None:
 
 
 def test_virtual_learners_send_what_a_reduction_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "GATHER_BYTES", 0)
+    monkeypatch.setattr(reductions, "GATHER_BYTES", 0)
     comm = VirtualCommunicator(6)
     comm.average_groups_(torch.zeros(6, 30), 3).wait()
     assert comm.bytes_sent == 2 * 2 * 120 // 3

@@ -14,7 +14,6 @@ from ddpcore.comm import (
     MixedCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
-    traffic,
 )
 from helpers.ranks import join
 
@@ -23,14 +22,14 @@ TOPOLOGIES = (Complete(), Ring(), RandomPair(seed=2), Matching([[(0, 1)], [(1, 2
 
 def communicator(comm: Communicator, rank: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"learners": comm.learners, "n": comm.num_learners}
-    gather_bytes = traffic.GATHER_BYTES
+    gather_bytes = reductions.GATHER_BYTES
     for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
-        traffic.GATHER_BYTES = limit
+        reductions.GATHER_BYTES = limit
         sent = comm.bytes_sent
         rows = torch.arange(8.0)[None] + 10 * rank
         comm.average_(rows[:, 2:6]).wait()
         seen[way], seen[f"bytes_{way}"] = rows, comm.bytes_sent - sent
-    traffic.GATHER_BYTES = gather_bytes
+    reductions.GATHER_BYTES = gather_bytes
     first, second = torch.full((1, 5), float(rank)), torch.full((1, 70), 10.0 * rank)
     works = [comm.average_(first), comm.average_(second)]
     for work in works:
@@ -66,12 +65,12 @@ def at_once(comm: Communicator, topology: Topology, rank: int) -> list[tuple[Ten
 def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
     """Averages of 16 bits: of rows that are alike and of others, gathered, reduced, and of shared memory."""
     seen: dict[str, Any] = {}
-    gather_bytes = traffic.GATHER_BYTES
+    gather_bytes = reductions.GATHER_BYTES
     for dtype in (torch.bfloat16, torch.float16):
         for what, seed in (("alike", 7), ("own", rank)):
             given = torch.randn(len(comm.learners), 5000, generator=torch.Generator().manual_seed(seed)).to(dtype)
             for way, limit in (("by_gather", gather_bytes), ("by_reduce", 0)):
-                traffic.GATHER_BYTES = limit
+                reductions.GATHER_BYTES = limit
                 rows, sent = given.clone(), comm.bytes_sent
                 if what == "alike":
                     rows[:] = given[0]
@@ -81,7 +80,7 @@ def narrow(comm: Communicator, rank: int) -> dict[str, Any]:
             shared = comm.allocate(start.shape, dtype, torch.device("cpu")).copy_(start)
             comm.average_(shared).wait()
             seen[f"{what} {dtype} allocated"] = start, shared.clone(), None
-    traffic.GATHER_BYTES = gather_bytes
+    reductions.GATHER_BYTES = gather_bytes
     return seen
 
 

@@ -18,7 +18,6 @@ from ddpcore.comm import (
     MixedCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
-    traffic,
 )
 from ddpcore.optim import FusedSGD
 from helpers.ranks import join
@@ -38,12 +37,12 @@ def rows_of(learners: Any, dtype: torch.dtype) -> Tensor:
 def averages(comm: Communicator, sizes: tuple[int, ...]) -> dict[Any, tuple[Tensor, int]]:
     """Some columns of rows of their own, and of rows that the connection allocated; and what was sent for them."""
     seen: dict[Any, tuple[Tensor, int]] = {}
-    gather_bytes = traffic.GATHER_BYTES
+    gather_bytes = reductions.GATHER_BYTES
     for size in sizes:
         comm.form_groups(size)
         for dtype in DTYPES:
             for way, limit in (("gathered", gather_bytes), ("reduced", 0)):
-                traffic.GATHER_BYTES = limit
+                reductions.GATHER_BYTES = limit
                 for place in ("own", "allocated"):
                     rows, sent = rows_of(comm.learners, dtype), comm.bytes_sent
                     if place == "allocated":
@@ -51,7 +50,7 @@ def averages(comm: Communicator, sizes: tuple[int, ...]) -> dict[Any, tuple[Tens
                     columns = rows[:, COLUMNS] if place == "allocated" or len(rows) > 1 else rows
                     comm.average_groups_(columns, size, 3).wait()
                     seen[size, dtype, way, place] = rows.clone(), comm.bytes_sent - sent
-    traffic.GATHER_BYTES = gather_bytes
+    reductions.GATHER_BYTES = gather_bytes
     return seen
 
 

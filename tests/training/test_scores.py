@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpcore.training import scores as metrics
+from ddpcore.training import trainer as metrics
 
 
 def one_hot(choices: list[int], num_classes: int) -> torch.Tensor:

@@ -127,7 +127,7 @@ def test_a_program_ends_with_averages_that_never_happen() -> None:
 
 @pytest.mark.parametrize(("num_cores", "expected"), [(1, False), (3, False), (4, True), (64, True)])
 def test_two_cores_a_rank_have_a_thread(num_cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpcore.comm.shared import host
+    from ddpcore.comm.shared import segments as host
 
     made: dict[str, Any] = {}
     monkeypatch.setattr(host.launch, "num_cores", lambda: num_cores)
