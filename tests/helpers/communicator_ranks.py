@@ -14,6 +14,7 @@ from ddpcore.comm import (
     MixedCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
+    reductions,
 )
 from helpers.ranks import join
 

@@ -18,6 +18,7 @@ from ddpcore.comm import (
     MixedCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
+    reductions,
 )
 from ddpcore.optim import FusedSGD
 from helpers.ranks import join
