@@ -109,7 +109,7 @@ def _edges(contenders: Sequence[Contender]) -> list[str]:
     return [
         f"{name}: {comm.description}"
         for name, comm in comms.items()
-        if comm.transport == "mixed" and STRATEGIES.takes(name, "topology")
+        if comm.transport == "mixed" and name not in HIDDEN and STRATEGIES.takes(name, "topology")
     ]
 
 
