@@ -1,3 +1,3 @@
 """The version of ddpcore, for the package, its metadata and every record."""
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
