@@ -122,14 +122,14 @@ class MixedCommunicator(Communicator):
     def _exchange(
         self, near: Callable[[Tensor, Topology, int], Exchange], weights_LP: Tensor, topology: Topology, step: int
     ) -> Exchange:
-        with self.told():
+        with self.report_failures_to_host():
             from_far = self._far.exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
         from_near = near(weights_LP, _Edges(topology, self._hosts, inside=True), step)
         round_ = topology.round(step, self.learners[0], self.num_learners)
         return _MixedExchange(self, weights_LP, round_, from_near, from_far)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def report_failures_to_host(self) -> Iterator[None]:
         """Inside, an error of the process group is raised on the other ranks of the host, too: they wait for this one.
 
         Otherwise they would name this rank, which ends, and not the one that failed first.
@@ -150,7 +150,7 @@ class _MixedExchange(PeerExchange):
     @override
     def received(self) -> Mapping[int, Tensor]:
         near = self._near.rows(self._weights_LP)
-        with self._comm.told():
+        with self._comm.report_failures_to_host():
             rows = {**near, **self._far.rows(self._weights_LP)}
         return {learner: row for learner, row in rows.items() if learner not in self.learners}
 
@@ -164,7 +164,7 @@ class _MixedExchange(PeerExchange):
     @override
     def abandon(self) -> None:
         self._near.abandon()
-        with self._comm.told():
+        with self._comm.report_failures_to_host():
             self._far.abandon()
 
 
