@@ -176,8 +176,8 @@ class Done(Work):
 class Exchange(ABC):
     """A transfer of neighbours' weights in progress.
 
-    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``. Over shared memory ``rows``
-    may come before ``mixture``: so an exchange between several hosts reads the rows of its own host.
+    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``. Over shared memory
+    ``rows`` may come before ``mixture``: so an exchange between several hosts reads the rows of its own host.
     """
 
     @abstractmethod

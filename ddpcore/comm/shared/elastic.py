@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,22 +18,9 @@ from typing_extensions import override
 from ddpcore.comm.fabric import Fabric, GenerationStore, Members, Operation, new_run
 from ddpcore.comm.groups import default_group
 from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
-from ddpcore.comm.shared.memory import HostMemory
+from ddpcore.comm.shared.memory import HostMemory, Slot, Slots
 
 _LEAST_BYTES = 4096  # areas have sizes of powers of two, so that few are needed
-
-
-@dataclass
-class _Area:
-    """A buffer on each rank for rows that others read.
-
-    Attributes:
-        views: the buffer of each rank by its id, as bytes. A rank that died while it was made is missing.
-        used: every rank has read its rows before this operation; None while it is in use.
-    """
-
-    views: dict[int, Tensor]
-    used: int | None = -1
 
 
 class SharedMemoryFabric(Fabric):
@@ -60,9 +46,9 @@ class SharedMemoryFabric(Fabric):
     def _set_up(self, coordinator: Coordinator, roll: GenerationStore) -> None:
         self._coordinator, self.roll, self._memory = coordinator, roll, HostMemory()
         self.kind, self.address = "shm", tuple(coordinator.address)
-        self._areas: dict[int, list[_Area]] = {}  # by size
-        self._read: list[_Area] = []  # whose rows are read before the next operation begins
-        self._own: _Area | None = None  # where weights lie that are exchanged in place
+        self._areas: dict[int, Slots] = {}  # by size
+        self._read: list[Slot] = []  # whose rows are read before the next operation begins
+        self._own: Slot | None = None  # where weights lie that are exchanged in place
         weakref.finalize(self, roll.close)
 
     def _take(self, members: Members) -> None:
@@ -139,26 +125,25 @@ class SharedMemoryFabric(Fabric):
         if not operation.in_place:
             return None
         self._own = self._free_area(operation.row.nbytes)
-        self._own.used = None
         return self._own.views[self.rank][: operation.row.nbytes].view(operation.row.dtype)
 
-    def _lies_in(self, area: _Area, row: Tensor) -> bool:
+    def _lies_in(self, area: Slot, row: Tensor) -> bool:
         return area.views[self.rank].data_ptr() == row.data_ptr()
 
-    def _free_area(self, num_bytes: int) -> _Area:
-        """An area that no rank reads. All ranks take the same one, because it depends on numbers of operations only."""
+    def _free_area(self, num_bytes: int) -> Slot:
+        """An area that no rank reads."""
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
-        known = self._areas.setdefault(size, [])
-        free = [area for area in known if area.used is not None and area.used < self._coordinator.num_operations]
-        if not free:
-            free = self._new_areas(size, 1 if known else 2)
-            known += free
-        area = min(free, key=lambda area: area.used or 0)
-        if area.used is not None and area.used >= 0:
-            self._coordinator.await_living(self.members, area.used, same=False)
-        return area
+        return self._areas.setdefault(size, Slots()).take(
+            self._coordinator.num_operations,
+            lambda num: self._new_areas(size, num),
+            self._await_readers,
+        )
 
-    def _new_areas(self, size: int, num: int) -> list[_Area]:
+    def _await_readers(self, slot: Slot) -> None:
+        assert slot.used is not None
+        self._coordinator.await_living(self.members, slot.used, same=False)
+
+    def _new_areas(self, size: int, num: int) -> list[Slot]:
         """Allocate zeros on each rank, for all areas in one piece: in each piece ranks wait twice. Collective."""
         coordinator = self._coordinator
         own, handle = self._memory.allocate(num * size)
@@ -175,4 +160,4 @@ class SharedMemoryFabric(Fabric):
         coordinator.finish(number)
         coordinator.await_living(self.members, number, finished=True)
         parts = {rank: view.split(size) for rank, view in views.items()}
-        return [_Area({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
+        return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]

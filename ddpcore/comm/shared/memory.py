@@ -13,7 +13,8 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -138,3 +139,46 @@ class Buffers:
                 columns = {rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in views}
                 return f"at byte {start} of buffer {number}", {**columns, self._rank: rows[0]}
         return None
+
+
+@dataclass
+class Slot:
+    """A buffer on each rank for rows that others read.
+
+    Attributes:
+        views: the buffer of each rank. A rank that died while it was made is missing.
+        readers: the ranks that read this rank's row.
+        is_handed_out: whether the average that reads the rows of others was returned to the caller.
+        used: this rank has read its rows before this operation; None while an exchange is in progress.
+    """
+
+    views: Mapping[int, Tensor]
+    readers: Sequence[int] = ()
+    is_handed_out: bool = False
+    used: int | None = -1
+
+
+class Slots:
+    """Buffers of one size that exchanges use in turn. All ranks take the same, because numbers of operations decide."""
+
+    def __init__(self) -> None:
+        self.known: list[Slot] = []
+
+    def take(self, now: int, make: Callable[[int], list[Slot]], await_readers: Callable[[Slot], None]) -> Slot:
+        """Return a slot that no rank reads, and mark it as in progress. Without one, all ranks make new ones.
+
+        Args:
+            now: the number of the next operation. A slot that was read until this very operation is not free: its
+                readers and this rank would deadlock.
+            make: makes so many slots. Collective.
+            await_readers: waits until the readers of a slot are done.
+        """
+        free = [slot for slot in self.known if slot.used is not None and slot.used < now]
+        if not free:
+            free = make(1 if self.known else 2)
+            self.known += free
+        slot = min(free, key=lambda one: one.used or 0)
+        if slot.used is not None and slot.used >= 0:
+            await_readers(slot)
+        slot.used = None
+        return slot

@@ -5,7 +5,7 @@ Shapes: n learners, P elements of a learner's row. Every rank holds one learner 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -19,23 +19,13 @@ from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.live import SharedLiveWeights
-from ddpcore.comm.shared.memory import Buffers, HostMemory, Memory
+from ddpcore.comm.shared.memory import Buffers, HostMemory, Memory, Slot, Slots
 from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.runtime import launch
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
 STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memory are copied through it in pieces
-
-
-@dataclass
-class _Snapshot:
-    """A buffer on each rank for a row that neighbours read."""
-
-    views: Mapping[int, Tensor]  # the row of each rank
-    readers: Sequence[int] = ()  # the ranks that read this rank's row
-    is_handed_out: bool = False  # whether the average that reads the others' rows was returned to the caller
-    used: int | None = None  # this rank finished reading before this operation; None while an exchange is in progress
 
 
 _Kind = tuple[int, torch.dtype, torch.device]
@@ -96,8 +86,8 @@ class SegmentCommunicator(Communicator):
         self._averages = self._averages_of(self._coordinator, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
-        self._snapshots: dict[_Kind, list[_Snapshot]] = {}
-        self._next: dict[_Kind, _Snapshot] = {}  # where weights lie between two exchanges in place
+        self._snapshots: dict[_Kind, Slots] = {}
+        self._next: dict[_Kind, Slot] = {}  # where weights lie between two exchanges in place
 
     @property
     @override
@@ -158,7 +148,7 @@ class SegmentCommunicator(Communicator):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         if len(self.ranks) == 1:
-            return _SnapshotExchange(self, -1, weights, round_, _Snapshot({self.rank: weights}))
+            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
         self._note_used()
         snapshot = self._free_snapshot(weights)
         return _SnapshotExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
@@ -210,7 +200,7 @@ class SegmentCommunicator(Communicator):
         """Raise RuntimeError here, and on every other rank when it waits next."""
         self._coordinator.fail(why)
 
-    def _publish(self, weights: Tensor, round_: Round, snapshot: _Snapshot, step: int) -> int:
+    def _publish(self, weights: Tensor, round_: Round, snapshot: Slot, step: int) -> int:
         own = snapshot.views[self.rank]
         if round_.destinations and own.data_ptr() != weights.data_ptr():
             own.copy_(weights)
@@ -241,30 +231,23 @@ class SegmentCommunicator(Communicator):
     def _note_used(self) -> None:
         """Mark the snapshots that were handed out as used: a mixture is used before the next exchange starts."""
         for snapshots in self._snapshots.values():
-            for one in snapshots:
+            for one in snapshots.known:
                 if one.is_handed_out:
                     one.is_handed_out, one.used = False, self._coordinator.num_operations
 
-    def _free_snapshot(self, like: Tensor) -> _Snapshot:
-        """Return a snapshot that no rank reads, and mark it as in progress. Without one, all ranks make a new one."""
-        now = self._coordinator.num_operations
-        known = self._snapshots.setdefault(_kind_of(like), [])
-        # A snapshot that was read until this very operation is not free: its readers and this rank would deadlock.
-        free = [one for one in known if one.used is not None and one.used < now]
-        if free:
-            snapshot = min(free, key=lambda one: one.used or 0)
-            self._coordinator.await_passed(snapshot.readers, snapshot.used or 0)
-        else:
-            new = [self._new_snapshot(like) for _ in range(1 if known else 2)]
-            known += new
-            snapshot = new[0]
-        snapshot.used = None
-        return snapshot
+    def _free_snapshot(self, like: Tensor) -> Slot:
+        """A snapshot that no rank reads. Without one, all ranks make a new one."""
+        coordinator = self._coordinator
+        return self._snapshots.setdefault(_kind_of(like), Slots()).take(
+            coordinator.num_operations,
+            lambda num: [self._new_snapshot(like) for _ in range(num)],
+            lambda slot: coordinator.await_passed(slot.readers, slot.used or 0),
+        )
 
-    def _new_snapshot(self, like: Tensor) -> _Snapshot:
+    def _new_snapshot(self, like: Tensor) -> Slot:
         """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
         buffers = self._allocate(like.nbytes)
-        return _Snapshot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()}, used=-1)
+        return Slot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()})
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
@@ -293,9 +276,7 @@ class SegmentCommunicator(Communicator):
 
 
 class _SnapshotExchange(PeerExchange):
-    def __init__(
-        self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: _Snapshot
-    ) -> None:
+    def __init__(self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: Slot) -> None:
         super().__init__(comm.learners, lambda _: round_)
         self._comm, self._number, self._weights, self._round, self._snapshot = comm, number, weights, round_, snapshot
 
