@@ -76,7 +76,7 @@ class Job:
     def step(self, handle: Any, step: int) -> None:
         """One step of this rank, and a line in its log if it took long."""
         began = time.time()
-        mine = handle.comm.rank if self.args.mode == "shrink" else dist.get_rank()
+        mine = handle.comm.member if self.args.mode == "shrink" else dist.get_rank()
         samples = ResharedBatches(self.batches, handle.deals).indices(step, mine)
         inputs, labels = self.data.train.batch(samples, 0)
         self.optimizer.zero_grad()

@@ -39,7 +39,6 @@ from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
-from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.oracle import outer
 
@@ -176,9 +175,9 @@ class Newcomer(ElasticRun):
     def __init__(self, trial: Trial, store: dist.Store) -> None:
         super().__init__(trial, None)
         self._store, self._is_real = store, True
-        for name in ("learners", "group", "vectorize", "on_failure"):
+        for name in ("learners", "group", "vectorize"):
             del self._arguments[name]
-        self._arguments["transport"] = trial.transport
+        self._arguments["connection"] = replace(self._arguments["connection"], transport=trial.transport)
 
     def run(self, num_steps: int = NUM_STEPS) -> Result:
         self._store.wait([GO])
@@ -188,8 +187,8 @@ class Newcomer(ElasticRun):
             model.insert(1, nn.BatchNorm1d(7))
         optimizer = self._scenario.make_optimizer(model.parameters())
         make = STRATEGIES[self._trial.newcomer or self._trial.strategy]
-        self.handle = ddpcore.join(model, optimizer, make(), self._store, **connected(**self._arguments))
-        mine, first = self.handle.comm.rank, self.handle.learner.step
+        self.handle = ddpcore.join(model, optimizer, make(), self._store, **self._arguments)
+        mine, first = self.handle.comm.member, self.handle.learner.step
         self._rank, self._held, self._first_step = mine, range(mine, mine + 1), first
         self._num_learners = mine + 1
         losses = [SmallRun._step(self, step, optimizer, self.handle) for step in range(first, num_steps)]

@@ -193,7 +193,7 @@ def test_a_resumed_run_has_the_same_bits(speeds: Any, at: int) -> None:
     assert not torch.equal(rows(whole)[:, 0], rows(whole)[:, 1])
 
 
-@pytest.mark.parametrize("part", ["flow", "meet"])
+@pytest.mark.parametrize("part", ["drift", "meet"])
 def test_a_failed_average_leaves_the_model(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the learner whose average fails: the first of the events."""
 

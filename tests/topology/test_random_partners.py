@@ -59,7 +59,7 @@ def test_large_numbers_of_learners_draw_further_orders() -> None:
 def test_by_name_as_text_and_inside_hosts() -> None:
     two = TOPOLOGIES.build("random_pair", seed=4, num_partners=2)
     assert two == RandomPair(4, 2) and repr(two) == "RandomPair(seed=4, num_partners=2)"
-    assert describe(RandomPair(4)) == "RandomPair(seed=4)", "checkpoints of before still load"
+    assert describe(RandomPair(4)) == "RandomPair(seed=4, num_partners=1)"
 
 
 @pytest.mark.parametrize(
