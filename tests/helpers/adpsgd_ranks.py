@@ -22,7 +22,7 @@ import ddpcore
 from ddpcore import ADPSGD
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
 from ddpcore.comm.base import Job
-from ddpcore.comm.shared import live, memory
+from ddpcore.comm.shared import memory
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration
 from helpers.connection import connected
 from helpers.shared_memory_ranks import main
@@ -226,7 +226,7 @@ def dies_in_an_average(rank: int) -> None:
     comm = SharedMemoryCommunicator()
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
-        live.meet_ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        rows._rule.meet_ = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         rows.meet(1, 0, Job(zeros.clone(), zeros.clone()))
     wait_for(lambda: not memory.is_held(comm._coordinator._descriptors[1]))
     if rank == 2:
@@ -241,7 +241,7 @@ def stops_in_an_average(rank: int) -> None:
     comm = SharedMemoryCommunicator()
     rows, zeros = comm.live(torch.zeros(1, SIZE)), torch.zeros(SIZE)
     if rank == 1:
-        live.meet_ = lambda *_: time.sleep(2)
+        rows._rule.meet_ = lambda *_: time.sleep(2)
     else:
         rows._coordinator.timeout = 0.5
         wait_for(lambda: rows._marks.read(0) == 2)  # rank 1 has the locks
