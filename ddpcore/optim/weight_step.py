@@ -139,7 +139,7 @@ class WeightStep:
             return None
         if is_rounded(group):  # random numbers are numbered by parameter, not by the place in the row
             return None
-        if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._is_of_all_learners(params):
+        if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._covers_all_learners(params):
             return None
         names = optimizer.state_names(group)
         if not names:
@@ -152,7 +152,7 @@ class WeightStep:
         points = [(id(state.get("step")), *(state.get(name) is None for name in names)) for state in states]
         return names if all(point == points[0] for point in points) else None
 
-    def _is_of_all_learners(self, params: list[Tensor]) -> bool:
+    def _covers_all_learners(self, params: list[Tensor]) -> bool:
         """Whether all parameters are members, and cover the same segments for each learner."""
         flat, members = self.flat, set(map(id, params))
         if not members <= self._members:

@@ -132,17 +132,17 @@ class FlatParameters:
             return
         if row.data_ptr() not in self._known_views:
             self._known_views[row.data_ptr()] = self._views_at(row[None])
-        self._point(self._known_views[row.data_ptr()])
+        self._repoint(self._known_views[row.data_ptr()])
 
     @contextmanager
     def at(self, weights_LP: Tensor) -> Iterator[None]:
         """Inside, the parameters are views of other rows ``[L, P]``. Their own rows keep memory and values."""
         own = self.param_LP, self.param_views, self.param_pointers
-        self._point(self._views_at(weights_LP))
+        self._repoint(self._views_at(weights_LP))
         try:
             yield
         finally:
-            self._point(own)
+            self._repoint(own)
 
     def gather_grads(self, left: Container[int] = ()) -> bool:
         """Copy every ``.grad`` into ``grad_LP`` and replace it by its view.
@@ -166,10 +166,10 @@ class FlatParameters:
                 raise RuntimeError(_SPARSE)
             else:
                 places.append(index)
-        del gradient, view  # _spare counts references
-        self._spare([*places, *missing])
+        del gradient, view  # _detach_kept_grads counts references
+        self._detach_kept_grads([*places, *missing])
         if places:
-            gradients = [self._apart(self.parameters[index].grad) for index in places]
+            gradients = [self._copy_if_aliased(self.parameters[index].grad) for index in places]
             views = [self.grad_views[index] for index in places]
             torch._foreach_copy_(views, gradients)
             for index, view in zip(places, views, strict=True):
@@ -178,7 +178,7 @@ class FlatParameters:
             torch._foreach_zero_([self.grad_views[index] for index in missing])
         return not missing
 
-    def _apart(self, gradient: Tensor | None) -> Tensor:
+    def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
         """The gradient, or a copy if it is in the flat buffer, as the gradient of another learner is."""
         assert gradient is not None
         inside = gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
@@ -201,7 +201,7 @@ class FlatParameters:
         gradients = list(map(_gradient_of, parameters))
         is_new = all(map(is_, gradients, repeat(None)))
         if is_new:
-            self._spare(range(len(parameters)))
+            self._detach_kept_grads(range(len(parameters)))
         elif not all(map(is_, gradients, self.grad_views)):
             return False
         if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
@@ -220,7 +220,7 @@ class FlatParameters:
             call()
         return True
 
-    def _spare(self, indices: Iterable[int]) -> None:
+    def _detach_kept_grads(self, indices: Iterable[int]) -> None:
         """Give a gradient that the program keeps (``kept = p.grad``) memory of its own before the next is written."""
         counts = list(map(sys.getrefcount, self.grad_views))
         if max(counts) <= _UNUSED:
@@ -257,7 +257,7 @@ class FlatParameters:
         if gradient is self.grad_views[index]:
             return
         if sys.getrefcount(self.grad_views[index]) > _UNUSED:
-            self._spare([index])
+            self._detach_kept_grads([index])
         view = self.grad_views[index]
         if gradient is None:
             view.zero_()
@@ -302,7 +302,7 @@ class FlatParameters:
         dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
         shape = (self.num_rows, _aligned(last.offset + last.numel))
         self._known_views: dict[int, _BufferViews] = {}
-        self._use(self._views_at(self._new(shape, dtype, device)))
+        self._set_views(self._views_at(self._new(shape, dtype, device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
@@ -322,12 +322,12 @@ class FlatParameters:
         views = self.views_of(rows_LP)
         return rows_LP, views, tuple(view.data_ptr() for view in views)
 
-    def _point(self, place: _BufferViews) -> None:
-        self._use(place)
+    def _repoint(self, place: _BufferViews) -> None:
+        self._set_views(place)
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
             parameter.data = view
 
-    def _use(self, place: _BufferViews) -> None:
+    def _set_views(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
 
 
