@@ -68,7 +68,7 @@ def command(module: str, *words: str) -> list[Any]:
     sys.argv = [module, *words]
     try:
         with contextlib.redirect_stderr(error):
-            runpy.run_module(module, run_name="__main__")
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return [end.code, error.getvalue()]
     finally:

@@ -180,7 +180,7 @@ def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strategy": "ddp"}, "ddp ends when a rank dies: take 'raise', or another strategy"),
+        ({"strategy": "ddp"}, "ddp: it ends when a rank dies: take 'raise', or another strategy"),
         ({"strategy": {"name": "single", "learners": 1}}, "2 learners must be left, and learners is 1: take more"),
         ({"strategy": {"learners": 2}}, "2 learners must be left, and learners is 2: take more"),
         ({"run": {"statistics_every": 5}}, "statistics need a fixed number of ranks"),
