@@ -252,8 +252,8 @@ def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) 
 def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row runs once, on its own backend."""
     text = tiny.read_text()
-    rows = '[rows]\n"cpu" = { groups = ["two"] }\n"gpu" = { groups = ["two"], device = "auto" }\n'
-    two = '[groups.two]\nstrategy = "ssgd"\nranks = true\nlearners = 2\n'
+    rows = '[rows]\n"cpu" = { groups = ["two"] }\n"gpu" = { groups = ["two"], run.device = "auto" }\n'
+    two = '[groups.two]\nstrategy.name = "ssgd"\nranks = true\nstrategy.learners = 2\n'
     tiny.write_text(text[: text.index("[rows]")] + two + rows)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     folder = Folder(tmp_path / "out")

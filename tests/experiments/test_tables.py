@@ -63,7 +63,7 @@ def test_terminal() -> None:
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
     for row in CELLS:
         assert row in cells
-    for part in ("A title", "Nobody, Table 1", "A Processor", "abc", "set lr=0.5", "standing for 2 hosts"):
+    for part in ("A title", "Nobody, Table 1", "A Processor", "abc", "set optimizer.lr=0.5", "standing for 2 hosts"):
         assert part in text
     assert "row b, seed 2 failed: ValueError: x" in text
     assert "not run (no finished run of none)" in text
