@@ -122,7 +122,7 @@ def test_what_was_seen() -> None:
     )
     assert "speed: dpsgd ring trains 1.60 times as many samples a second as ddp" in text
     assert "one seed: ssgd 4.0 %, ddp 5.0 %" in text
-    assert "dpsgd ring diverged: take a smaller --lr" in text
+    assert "dpsgd ring diverged: take a smaller optimizer.lr" in text
 
 
 def test_one_line_a_strategy() -> None:

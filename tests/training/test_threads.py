@@ -6,11 +6,15 @@ import torch
 from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import LEAST_WORK, build_model, forward_work, read_dataset, threads_for
 
-DIGITS = {"dataset": "digits", "steps": 2, "strategy": "dpsgd", "learners": 4, "batch_size": 128, "evaluate_every": 0}
 
-
-def config_of(**fields):
-    return TrainConfig(**{**DIGITS, **fields})
+def config_of(accumulation=1, **model):
+    values = {
+        "data": {"name": "digits", "batch_size": 128, "accumulation": accumulation},
+        "model": {"name": "mlp", **model},
+        "strategy": {"name": "dpsgd", "learners": 4},
+        "run": {"steps": 2, "evaluate_every": 0},
+    }
+    return TrainConfig.from_dict(values)
 
 
 @pytest.fixture
@@ -22,16 +26,18 @@ def two_threads():
 
 
 def test_work_of_a_small_model():
-    config = config_of(model="mlp")  # 64-50-50-10
+    config = config_of()  # 64-50-50-10
     dataset = read_dataset(config, first=True)
     work = 2 * (64 * 50 + 50 * 50 + 50 * 10) + 20 * 64
     assert forward_work(config, dataset, 1) == 128 * (work + 2 * 110)  # fewer products than weights with biases
     assert forward_work(config, dataset, 2) == forward_work(config, dataset, 1) / 2
-    assert forward_work(config_of(model="mlp", accumulation=2), dataset, 1) == forward_work(config, dataset, 1) / 2
+    assert forward_work(config_of(accumulation=2), dataset, 1) == forward_work(config, dataset, 1) / 2
 
 
 def test_work_of_convolutions():
-    config = TrainConfig(model="lenet5", dataset="synthetic", batch_size=32, steps=1)
+    config = TrainConfig.from_dict(
+        {"model": "lenet5", "data": {"name": "synthetic", "batch_size": 32}, "run": {"steps": 1}}
+    )
     dataset = read_dataset(config, first=True)
     weights = sum(p.numel() for p in build_model(config, dataset, torch.device("cpu")).parameters())
     assert forward_work(config, dataset, 1) > 5 * 32 * 2 * weights  # a weight of a convolution is used at each place
@@ -39,7 +45,7 @@ def test_work_of_convolutions():
 
 @pytest.mark.parametrize(("hidden", "threads"), [([50, 50], 1), ([1024, 1024], 2)])
 def test_a_run_has_the_threads_of_its_size(hidden, threads, two_threads, tmp_path):
-    config = config_of(model="mlp", model_options={"hidden": hidden})
+    config = config_of(hidden=hidden)
     assert (forward_work(config, read_dataset(config, first=True), 1) < LEAST_WORK) == (threads == 1)
     record = train(config, out=tmp_path / "run")
     assert record.header["threads"] == threads
@@ -47,7 +53,7 @@ def test_a_run_has_the_threads_of_its_size(hidden, threads, two_threads, tmp_pat
 
 
 def test_threads_are_restored_after_an_error(two_threads):
-    config = config_of(model="mlp")
+    config = config_of()
     with pytest.raises(RuntimeError, match="stop"), threads_for(config, read_dataset(config, first=True), 1):
         assert torch.get_num_threads() == 1
         raise RuntimeError("stop")
