@@ -51,7 +51,8 @@ class Muon(SavedOptimizer):
 
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
-            :func:`ddpcore.optim.param_groups` with ``rule="muon"``.
+            :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
+            matrices of equally many rows, such as the projections of queries, keys and values.
         lr: learning rate; a number or a tensor.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -110,6 +111,7 @@ class Muon(SavedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "rule": "muon",
+            "split": 1,
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
@@ -127,7 +129,7 @@ class Muon(SavedOptimizer):
             _check_options(group)
             check_new(group)
             for name, param in zip(names, group["params"], strict=True):
-                _check_parameter(name, param, group["rule"])
+                _check_parameter(name, param, group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -155,7 +157,7 @@ class Muon(SavedOptimizer):
         for group in groups:
             _check_options(group)
             for number in group["params"]:
-                _check_parameter(number, saved[number], group["rule"])
+                _check_parameter(number, saved[number], group)
                 check_state(number, saved[number], state_dict["state"].get(number, {}), BUFFERS[group["rule"]])
 
     @override
@@ -207,7 +209,10 @@ class Muon(SavedOptimizer):
         if params:
             torch._foreach_lerp_(momenta, [param.grad for param in params], 1 - float(group["momentum"]))
         for param, momentum in zip(params, momenta, strict=True):
-            yield _Matrix(param, momentum, group, self._dtype_of(param))
+            assert param.grad is not None
+            parts = (tensor.chunk(group["split"]) for tensor in (param, param.grad, momentum))
+            for part in zip(*parts, strict=True):
+                yield _Matrix(*part, group, self._dtype_of(param))
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
@@ -240,9 +245,10 @@ class Muon(SavedOptimizer):
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """A parameter of one step, as a matrix."""
+    """A parameter of one step, or one of its parts, as a matrix."""
 
     param: Tensor
+    grad: Tensor
     momentum: Tensor
     group: Group
     dtype: torch.dtype  # of the products
@@ -278,9 +284,9 @@ class _Matrix:
 
     def direction(self) -> Tensor:
         """u, with ``rows <= columns``."""
-        grad = self.param.grad
-        assert grad is not None
-        direction = grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
+        direction = (
+            self.grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
+        )
         matrix = direction.flatten(1)
         return matrix.mT if self.shape[0] > self.shape[1] else matrix
 
@@ -329,14 +335,16 @@ def _places(matrices: Sequence[_Matrix], row: Tensor) -> Iterator[tuple[_Matrix,
         begin = end
 
 
-def _check_parameter(name: Any, param: Tensor, rule: str) -> None:
-    if rule != "muon":
+def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
+    if group["rule"] != "muon":
         return
     where = "put it in a group with rule='adamw', as param_groups(model, weight_decay, rule='muon') does"
     if param.ndim < 2:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
     if is_dtensor(param):
         raise ValueError(f"parameter {name} is a DTensor, and Muon needs whole matrices: {where}")
+    if len(param) % group["split"]:
+        raise ValueError(f"parameter {name} has {len(param)} rows, which split={group['split']} does not divide")
 
 
 def _check_options(group: Group) -> None:
@@ -354,6 +362,8 @@ def _check_options(group: Group) -> None:
         check_number(f"adamw_betas[{index}]", beta, below=1.0)
     check_number("eps", group["eps"])
     check_number("adamw_eps", group["adamw_eps"])
+    if not isinstance(group["split"], int) or group["split"] < 1:
+        raise ValueError(f"split is {group['split']!r}: it must be an integer from 1 on")
     steps = group["ns_steps"]
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps}: it must be an integer from 0 to 99")

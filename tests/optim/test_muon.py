@@ -52,6 +52,23 @@ def test_equal_to_torch(setting, dtype, assert_same_bits):
         assert_same_bits(mine.state[left]["momentum_buffer"], other.state[right]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_near_torch_for_any_shapes(seed):
+    """Within a 64th of a step: batches and transposed matrices are summed in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [tuple(torch.randint(1, 40, (2,), generator=generator).tolist()) for _ in range(4)]
+    shapes += [(9, 2), shapes[0][::-1], (8, 4), (4, 8)]
+    ours, theirs = parameters(shapes), parameters(shapes)
+    mine, other = Muon(ours, lr=0.1), torch.optim.Muon(theirs, lr=0.1)
+    for step in range(4):
+        give_gradients(step, ours, theirs)
+        mine.step()
+        other.step()
+        for left, right in zip(ours, theirs, strict=True):
+            scale = math.sqrt(max(1.0, left.shape[0] / left.shape[1]))
+            assert (left - right).abs().max() <= (step + 1) * 0.1 * scale / 64, left.shape
+
+
 def test_equal_to_torch_without_nesterov(assert_same_bits):
     """In fp32: torch.optim.Muon divides a momentum of 16 bits by its norm in place, because it does not copy it."""
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
