@@ -96,7 +96,7 @@ def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str
         groups: of :func:`param_groups`, or an optimizer.
     """
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
-    lines = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
+    lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
     for index, group in enumerate(groups):
         options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
         names = group.get("param_names", range(len(group["params"])))
@@ -117,7 +117,8 @@ def _scales(model: nn.Module) -> set[int]:
     """Ids of the parameters of normalization layers, and of the gains of ``weight_norm``, old and new."""
     found = _ids(filter(is_normalization, model.modules()))
     for module in model.modules():
-        names = [hook.name for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "WeightNorm"]
+        hooks: Iterable[Any] = module._forward_pre_hooks.values()
+        names = [hook.name for hook in hooks if type(hook).__name__ == "WeightNorm"]
         found |= {id(getattr(module, f"{name}_g")) for name in names}
         for parts in getattr(module, "parametrizations", {}).values():
             if any(type(part).__name__ == "_WeightNorm" for part in parts):

@@ -211,8 +211,8 @@ class Muon(SavedOptimizer):
         for param, momentum in zip(params, momenta, strict=True):
             assert param.grad is not None
             parts = (tensor.chunk(group["split"]) for tensor in (param, param.grad, momentum))
-            for part in zip(*parts, strict=True):
-                yield _Matrix(*part, group, self._dtype_of(param))
+            for weights, grad, part in zip(*parts, strict=True):
+                yield _Matrix(weights, grad, part, group, self._dtype_of(param))
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
