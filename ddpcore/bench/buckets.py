@@ -36,6 +36,7 @@ from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class BucketsConfig(Options):
 
     settings: Sequence[str] = SETTINGS
     world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
-    strategies: tuple[str, ...] = field(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
+    strategies: tuple[str, ...] = field(("ddp", "ssgd"), "that average gradients, comma-separated", parts=STRATEGIES)
     bucket_mb: tuple[str, ...] = field(
         ("0.25", "1", "5", "10", "25", "50", "100", "one"),
         "largest bucket in MiB, or 'one' for one bucket; 25 is always measured",
@@ -57,7 +58,12 @@ class BucketsConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
-        self.bench()
+        bench = self.bench()
+        for name in self.strategies:
+            if not bench.strategy(name).traits.averages_gradients:
+                raise ValueError(f"--strategies: {name} averages no gradients, so it has no buckets: leave it out")
+            if is_baseline(name) and not STRATEGIES.takes(name, "bucket_cap_mb"):
+                raise ValueError(f"--strategies: {name} has no option bucket_cap_mb: leave it out")
 
     def bench(self) -> BenchConfig:
         """This run as a config of the comparison of strategies.

@@ -26,11 +26,11 @@ from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.registry import STRATEGIES
+from ddpcore.strategies.base import Baseline, Strategy
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training.trainer import learner_losses
 
-COMPARED = ("ssgd", "dpsgd", "local_sgd")
 WARM_UP = 5  # steps of each contender
 
 
@@ -42,7 +42,7 @@ class StatsConfig(Options):
 
     world_size: int = field(2, "ranks, or virtual learners")
     backend: str = field("gloo", choices=("gloo", "virtual"))
-    strategy: str = field("ssgd", choices=COMPARED)
+    strategy: str = field("ssgd", parts=STRATEGIES)
     device: str = field("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
     model: str = field("lenet5", parts=MODELS)
     batch_size: int = field(256, "samples of a learner's batch", least=1)
@@ -57,6 +57,12 @@ class StatsConfig(Options):
         if self.device == "cuda" and self.backend != "virtual":
             raise ValueError("--device cuda is for learners that share a GPU: use --backend virtual")
         resolve_device(self.device, torch.cuda.device_count())
+        if is_baseline(self.strategy) or self.make_strategy().traits.no_mean:
+            raise ValueError(f"--strategy: {self.strategy} trains no mean that statistics could follow: take ssgd")
+
+    def make_strategy(self) -> Strategy | Baseline:
+        """A strategy, on a ring if it has neighbours. Raises ValueError if it needs options."""
+        return STRATEGIES.build(self.strategy, topology=TOPOLOGIES.build("ring"))
 
 
 def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
@@ -73,8 +79,8 @@ class Contender:
         torch.manual_seed(0)
         model = MODELS.build(config.model).to(config.device)
         self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
-        strategy = STRATEGIES.build(config.strategy, topology=TOPOLOGIES.build("ring"))
-        self.handle = distribute(model, self.optimizer, strategy, learners=config.world_size if virtual else None)
+        learners = config.world_size if virtual else None
+        self.handle = distribute(model, self.optimizer, config.make_strategy(), learners=learners)
         rows = (config.world_size,) if virtual else ()
         batch = MODELS.spec(config.model).random_batch(*rows, config.batch_size)
         self.inputs, self.labels = (tensor.to(config.device) for tensor in batch)

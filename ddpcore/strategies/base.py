@@ -37,6 +37,7 @@ class Traits:
         takes_closure: ``step(closure)`` may compute the gradient inside the step.
         fixed_layout: the parameters keep their order in the flat buffer, instead of the order of their gradients.
         waits: learners meet in each step that averages, so policies can average there, too.
+        overlaps: weights are sent while the gradient is computed, so their exchange may cost no time.
         transports: values of ``Communicator.transport`` over which several learners may run. ``mixed`` needs ``shm``
             and ``pg``, of which it consists. Without ``virtual`` the strategy needs real ranks.
         transports_because: why an option leaves these transports only, as a clause with what to do.
@@ -52,6 +53,7 @@ class Traits:
     takes_closure: bool = True
     fixed_layout: bool = False
     waits: bool = True
+    overlaps: bool = False
     transports: tuple[str, ...] = ("virtual", "shm", "ipc", "pg", "grid", "link")
     transports_because: str = ""
     most_learners: int | None = None
@@ -82,6 +84,11 @@ class Plan:
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged, of all learners or of each group."""
         return self.gradients != 1
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether weights are averaged, of all learners or with neighbours."""
+        return self.weights and not self.covers_all_learners
 
     @property
     def covers_all_learners(self) -> bool:
@@ -280,6 +287,7 @@ class Baseline(ABC):
 
     name: ClassVar[str]
     traits: ClassVar[Traits]
+    topology: ClassVar[Topology | None] = None
 
     @abstractmethod
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:

@@ -155,6 +155,7 @@ class DPSGD(Strategy):
             )
         return Traits(
             takes_closure=False,  # the gradient must be computed before the average
+            overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None,  # these need own weights
             no_deaths=no_deaths,
         )

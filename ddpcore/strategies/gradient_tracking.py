@@ -75,6 +75,7 @@ class GradientTracking(Strategy):
     def traits(self) -> Traits:
         return Traits(
             takes_closure=False,  # the gradient must be there before the step
+            overlaps=True,
             no_deaths="the tracked gradients of a learner that dies are missing in the sum over learners, so "
             "the others would rest elsewhere: take on_failure='raise', or dpsgd",
         )

@@ -101,7 +101,8 @@ def test_overlap() -> None:
 
 
 REFUSED = [
-    ("--strategies dpsgd", "--strategies is 'dpsgd': did you mean 'ssgd'?"),
+    ("--strategies dpsgd", "--strategies: dpsgd averages no gradients, so it has no buckets: leave it out"),
+    ("--strategies helpers.own_parts:Quiet", "Quiet has no option bucket_cap_mb: leave it out"),
     ("--strategies ssgd,ssgd", "--strategies names one twice"),
     ("--bucket-mb 0", "'0' is not a size"),
     ("--bucket-mb 1,x", "'x' is not a size"),

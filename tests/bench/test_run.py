@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore import SSGD
 from ddpcore.bench import run
 from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
 from ddpcore.bench.contender import Contender
@@ -155,7 +156,7 @@ def test_samples_of_a_block_in_which_a_rank_died() -> None:
     """Three learners with 20 samples each until step 5, then two."""
     batches = SimpleNamespace(batch_size=60, num_learners=3)
     handle = SimpleNamespace(deals=((5, (0, 2)),))
-    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle))
+    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle), SSGD())
     assert [one.samples_of(first, 4) for first in (0, 3, 6)] == [240, 60 + 60 + 40 + 40, 160]
 
 

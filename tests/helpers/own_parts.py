@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore import DPSGD, LocalSGD, Ring, Round, Strategy, Topology, Traits
+from ddpcore import ALL, DPSGD, SSGD, LocalSGD, Plan, Ring, Round, Strategy, Topology, Traits
+from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.strategies.base import Baseline
 from ddpcore.strategies.learner import Learner
 
 
@@ -30,6 +32,45 @@ class ChecksNothing(Strategy):
 
     def after_step(self, learner: Learner) -> None:
         learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
+
+
+class Alternating(SSGD):
+    """All average their gradients in even steps, and neighbours their weights in odd steps; right."""
+
+    name: ClassVar[str] = "alternating"
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        super().__init__()
+        self.topology = topology or Ring()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(averages_gradients=True)
+
+    def plan(self, step: int) -> Plan:
+        return Plan(1 if step % 2 else ALL)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        if learner.step % 2 == 0:
+            super().bucket_ready(learner, columns)
+
+    def after_step(self, learner: Learner) -> None:
+        if learner.step % 2 == 0:
+            learner.check_sent()
+            learner.comm.mix_(learner.flat.param_LP, self.topology, learner.step - 1)
+
+
+class Quiet(Baseline):
+    """It says that it averages gradients, and has no buckets."""
+
+    name: ClassVar[str] = "quiet"
+    traits: ClassVar[Traits] = Traits(averages_gradients=True)
+
+    def connect(self, group: Any) -> Any:
+        return ProcessGroupCommunicator(group)
+
+    def wrap(self, model: Any, group: Any) -> Any:
+        return model
 
 
 class SaysNoPeriod(MeanOfWeights):
