@@ -163,7 +163,10 @@ class ADPSGD(Strategy):
                 "adpsgd: averages in pairs are too inexact in 16 bits: keep parameters in float32, use autocast"
             )
         if self.speeds is not None and len(self.speeds) != num_learners:
-            raise ValueError(f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners")
+            raise ValueError(
+                f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners: give "
+                f"{num_learners} numbers"
+            )
         self.topology.validate(num_learners)
         self._acceleration = self.acceleration(num_learners)
 

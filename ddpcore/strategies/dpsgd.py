@@ -301,11 +301,11 @@ class DPSGD(Strategy):
         for pending in self._under_way:
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
-        self._reference_lr = state.get("reference_lr")  # older states have none
+        self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
-            self._quarantined = set(state.get("quarantined") or ())  # older states have none
+            self._quarantined = set(state["quarantined"] or ())
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
-        for sent, published in state["stale"][: self.staleness]:  # version 0.1.0 could save one more
+        for sent, published in state["stale"]:
             rows = sent.clone()
             exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
             self._under_way.append(_Pending(exchange, rows, published.clone()))

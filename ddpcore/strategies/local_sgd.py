@@ -315,7 +315,6 @@ class LocalSGD(SSGD):
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-        averages = state.get("averages", {})  # version 0.1.0 had none
-        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in averages.items()}
+        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])

@@ -104,5 +104,5 @@ class PushSum(Strategy):
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         self._push_weights = learner.shares = state["push_weights"].clone()
-        self._share_mean = learner.share_mean = state.get("share_mean", 1.0)  # older states have none
+        self._share_mean = learner.share_mean = state["share_mean"]
         self._is_biased = False

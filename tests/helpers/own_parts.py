@@ -83,6 +83,36 @@ class SaysNoPeriod(MeanOfWeights):
             super().after_step(learner)
 
 
+class AveragesGradientsAnyway(MeanOfWeights):
+    """Wrong: the plan says that each learner keeps its own gradient."""
+
+    name: ClassVar[str] = "averages_anyway"
+
+    def before_step(self, learner: Learner) -> None:
+        learner.flat.gather_grads()
+        learner.comm.average_(learner.flat.grad_LP, learner.step).wait()
+
+
+class AveragesNoGradients(MeanOfWeights):
+    """Wrong: the plan says that gradients are averaged."""
+
+    name: ClassVar[str] = "averages_none"
+    traits: ClassVar[Traits] = Traits(averages_gradients=True)
+
+
+class SaysLargerGroups(LocalSGD):
+    """Wrong: groups of two average their gradients, and the plan says groups of four."""
+
+    def __init__(self) -> None:
+        super().__init__(period=2, group=2)
+
+    def plan(self, step: int) -> Plan:
+        return replace(super().plan(step), gradients=4)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        self._works.append(learner.comm.average_groups_(columns, 2, learner.step))
+
+
 class KnowsItsRank(MeanOfWeights):
     """Wrong: the first row of a process is not always learner 0."""
 
