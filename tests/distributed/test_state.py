@@ -229,9 +229,7 @@ def test_a_state_of_version_0_1_is_refused(learners: int) -> None:
     state = handle.state_dict()
     handle.load_state_dict(state)
     old = {key: value for key, value in state.items() if key not in ("format", "learners", "policies")}
-    with pytest.raises(
-        ValueError, match="^the state was saved by ddpcore 0.1: resume with ddpcore 0.1, or begin anew$"
-    ):
+    with pytest.raises(ValueError, match=r"^the state was saved by ddpcore 0\.1: resume with .*, or begin anew$"):
         handle.load_state_dict(old)
 
 
