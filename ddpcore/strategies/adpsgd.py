@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Job, LiveWeights
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration, acceleration_of
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
@@ -157,11 +156,7 @@ class ADPSGD(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "adpsgd: averages in pairs are too inexact in 16 bits: keep parameters in float32, use autocast"
-            )
+        check_mixable(self.name, dtype, "averages in pairs are")
         if self.speeds is not None and len(self.speeds) != num_learners:
             raise ValueError(
                 f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners: give "

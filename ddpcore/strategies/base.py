@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
-from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import ON_NONFINITE, Learner
 from ddpcore.topology.base import Topology
@@ -207,17 +207,25 @@ def check_deaths(strategy: Strategy | Baseline) -> None:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
 
 
-def check_mixable(name: str, dtype: torch.dtype) -> None:
+def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str = "use autocast") -> None:
     """Check that the kernels which mix weights, or add noise to them, support the dtype of the parameters.
 
+    Args:
+        name: of the strategy, with which the message begins.
+        dtype: of the parameters.
+        inexact: what is too inexact in 16 bits, with its verb; empty if nothing is.
+        remedy: in 16 bits, beside float32.
+
     Raises:
-        ValueError: they do not. The message begins with ``name``, that of the strategy.
+        ValueError: they do not, or 16 bits are too few.
     """
     if dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}: call model.float(), or "
             "take ssgd or local_sgd"
         )
+    if inexact and is_narrow(dtype):
+        raise ValueError(f"{name}: {inexact} too inexact in 16 bits: keep parameters in float32, {remedy}")
 
 
 def check_topology(name: str, topology: object) -> None:

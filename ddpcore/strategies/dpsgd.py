@@ -18,7 +18,7 @@ from ddpcore.options.typed import check_choice
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
 from ddpcore.strategies.consensus import AdaptiveConsensus, consensus_of
-from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.learner import Learner, check_unchanged, versions
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
@@ -227,7 +227,7 @@ class DPSGD(Strategy):
         elif self.staleness:
             rows = published = weights_LP.clone()
         else:
-            self._versions = [parameter._version for parameter in learner.flat.parameters]
+            self._versions = versions(learner.flat)
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
         exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(
             rows, self._mixing(learner, step), step
@@ -262,11 +262,8 @@ class DPSGD(Strategy):
         if self._quarantined:
             exchange.quarantine(self._quarantined)
             self._quarantined = set()
-        if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
-            raise RuntimeError(
-                "weights were changed between a forward pass and the next step, while neighbours read them: "
-                "change them after a step, or evaluate under torch.no_grad()"
-            )
+        if published is None:
+            check_unchanged(learner.flat, self._versions)
         decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step

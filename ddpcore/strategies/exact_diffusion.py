@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import typed
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
@@ -53,6 +52,10 @@ class ExactDiffusion(Strategy):
     """
 
     name: ClassVar[str] = "exact_diffusion"
+    traits: ClassVar[Traits] = Traits(
+        no_deaths="the corrections of a learner that dies are missing in the sum over learners, so the others would "
+        "rest elsewhere: take on_failure='raise', or dpsgd"
+    )
     topology: Topology
 
     def __init__(self, topology: Topology | None = None, *, lazy: bool = True) -> None:
@@ -67,12 +70,7 @@ class ExactDiffusion(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "exact_diffusion: differences of weights are too inexact in 16 bits: keep parameters in float32, use "
-                "autocast"
-            )
+        check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
         if self.topology.period(num_learners) != 1:
             raise ValueError(
@@ -91,14 +89,6 @@ class ExactDiffusion(Strategy):
                 f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
                 f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
             )
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(
-            no_deaths="the corrections of a learner that dies are missing in the sum over learners, so "
-            "the others would rest elsewhere: take on_failure='raise', or dpsgd",
-        )
 
     @override
     def after_step(self, learner: Learner) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, check_topology, warn_of_growth
 from ddpcore.strategies.learner import Learner
@@ -51,6 +50,10 @@ class GASLoC(Strategy):
     """
 
     name: ClassVar[str] = "gasloc"
+    traits: ClassVar[Traits] = Traits(
+        no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
+        "on_failure='raise', or dpsgd"
+    )
     topology: Topology
 
     def __init__(
@@ -73,11 +76,7 @@ class GASLoC(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "gasloc: differences of weights are too inexact in 16 bits: keep parameters in float32, use autocast"
-            )
+        check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
         if self.differences_grow(num_learners):
             warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
@@ -110,14 +109,6 @@ class GASLoC(Strategy):
         learner.comm.mix_(weights_LP, self._rounds, learner.step - 1)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(
-            no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
-            "on_failure='raise', or dpsgd"
-        )
 
     @override
     def plan(self, step: int) -> Plan:
