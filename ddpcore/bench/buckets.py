@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     WARM_UP_STEPS,
     Contender,
@@ -26,11 +26,10 @@ from ddpcore.bench.contender import (
 from ddpcore.bench.environment import check_models_memory, environment, model_bytes
 from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.memory import PeakMemory
-from ddpcore.bench.result import Kind, environment_lines, size_name
+from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
-from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import field
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
@@ -40,13 +39,12 @@ from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketsConfig(Options):
+class BucketsConfig(BenchConfig):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
+    DEFAULTS = LARGE
     EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 model=resnet18"
 
-    settings: Sequence[str] = SETTINGS
-    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
     strategies: tuple[str, ...] = field(("ddp", "ssgd"), "that average gradients, comma-separated", parts=STRATEGIES)
     bucket_mb: tuple[str, ...] = field(
         ("0.25", "1", "5", "10", "25", "50", "100", "one"),
@@ -58,21 +56,11 @@ class BucketsConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
-        bench = self.bench()
         for name in self.strategies:
-            if not bench.strategy(name).traits.averages_gradients:
+            if not self.strategy(name).traits.averages_gradients:
                 raise ValueError(f"--strategies: {name} averages no gradients, so it has no buckets: leave it out")
             if is_baseline(name) and not STRATEGIES.takes(name, "bucket_cap_mb"):
                 raise ValueError(f"--strategies: {name} has no option bucket_cap_mb: leave it out")
-
-    def bench(self) -> BenchConfig:
-        """This run as a config of the comparison of strategies.
-
-        Raises:
-            ValueError: the options do not go together.
-        """
-        settings = ("model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings)
-        return BenchConfig(settings=settings, world_size=self.world_size, strategies=self.strategies)
 
     def all_sizes(self) -> list[float]:
         """The sizes of the command line and the default, in MiB, ascending."""
@@ -116,7 +104,7 @@ class Candidate:
 
 def prepare(config: BucketsConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
-    resolved = resolve_ranks(config.bench(), torchrun)
+    resolved = resolve_ranks(config, torchrun)
     build_dataset(resolved, first=True)
     # At most: sizes beyond the model build the same buckets.
     num_sizes = len({min(size, model_bytes(resolved) / MiB) for size in config.all_sizes()})
@@ -293,8 +281,8 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     for place, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
         found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
         rows = [found.get(size) for size in sizes]
-        low, middle, high = ([row and row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
-        steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=place))
+        times = [row and row["step_ms"] for row in rows]
+        steps.append(spread_series(strategy, x, times, style="line+points", color=place))
         for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
             y = [row and row[key] for row in rows]
             comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))

@@ -29,13 +29,14 @@ from ddpcore.training.config import check_settings, merged
 from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig, plain_fields
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
-# What differs from the defaults of a TrainConfig.
+# What differs from the defaults of a TrainConfig, in all benches and in those of large models.
 DEFAULTS = {
     "model": {"name": "mlp"},
     "data": {"batch_size": 256},
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "run": {"steps": 300},
 }
+LARGE = {**DEFAULTS, "model": {"name": "resnet18"}, "data": {"name": "synthetic", "batch_size": 32}}
 SILENT = "ddpcore.bench.config:Silent"  # a name of the registry
 _OF_RUN = ("steps", "seed", "device")  # the fields of the section run that a bench uses
 _OF_RANKS = ("transport", "on_failure", "link", "learners")  # of the section strategy, see ResolvedConfig
@@ -85,7 +86,8 @@ class BenchConfig(Options):
     KEY=VALUE describes the training, as in `ddpcore train`. An option of a strategy goes to those that have it.
     """
 
-    EXAMPLE = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = DEFAULTS
+    EXAMPLE: ClassVar[str] = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
 
     settings: Sequence[str] = SETTINGS
     world_size: int | None = field(None, "number of learners (4, or torchrun's)", least=1)
@@ -108,7 +110,7 @@ class BenchConfig(Options):
         """
         given = parse_settings(self.settings)
         check_settings(given)
-        values = merged(DEFAULTS, given)
+        values = merged(self.DEFAULTS, given)
         for name, flag in (("name", "--strategies"), ("learners", "--world-size")):
             if name in merged({}, {"strategy": {}, **given})["strategy"]:
                 raise ValueError(f"strategy.{name} is set: use {flag}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from rich.table import Table
 from ddpcore.bench import step_model
 from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     OWN_COMPUTE,
     WARM_UP_STEPS,
@@ -27,7 +27,7 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.environment import check_models_memory, environment
 from ddpcore.bench.isolated_comm import Call, average_together, averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.result import Kind, environment_lines, size_name
+from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
 from ddpcore.bench.step_model import Machine, Step, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
@@ -35,7 +35,6 @@ from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.ops import WeightAverage
-from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import field
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
@@ -54,13 +53,12 @@ with neighbours, and the ``average`` of weights, of all learners or with such an
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictConfig(Options):
+class PredictConfig(BenchConfig):
     """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
+    DEFAULTS = LARGE
     EXAMPLE = "python -m ddpcore.bench predict --world-size 4 model=resnet18"
 
-    settings: Sequence[str] = SETTINGS
-    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
     strategies: tuple[str, ...] = field(COMPARED, "comma-separated", parts=STRATEGIES)
     topology: tuple[str, ...] = field(("ring", "random_pair"), "of strategies with neighbours", parts=TOPOLOGIES)
     bucket_mb: tuple[str, ...] = field(("1", "25"), "of averaged gradients: largest bucket in MiB, or 'one'")
@@ -71,28 +69,18 @@ class PredictConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
-        bench = self.benches()[0]
         for name in self.strategies:
             if is_baseline(name):
                 raise ValueError(f"--strategies: no part of {name} can be measured alone, leave it out: take ssgd")
-            if not bench.strategy(name).traits.waits:
+            if not self.strategy(name).traits.waits:
                 raise ValueError(f"--strategies: learners of {name} wait for nobody, so no step ends: leave it out")
 
-    def benches(self) -> list[BenchConfig]:
-        """These runs as configs of the comparison of strategies, one for each topology and transport.
-
-        Raises:
-            ValueError: the options do not go together.
-        """
-        settings = ["model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings]
-        if any("period" in STRATEGIES.options(name) for name in self.strategies):
-            settings.append(f"strategy.period={self.period}")
+    def benches(self) -> list[PredictConfig]:
+        """This config for each topology and transport. Raises ValueError if they do not go with the settings."""
+        has_period = any("period" in STRATEGIES.options(name) for name in self.strategies)
+        given = (*self.settings, f"strategy.period={self.period}") if has_period else tuple(self.settings)
         return [
-            BenchConfig(
-                settings=(*settings, f"strategy.topology={graph}", f"strategy.transport={name}"),
-                world_size=self.world_size,
-                strategies=self.strategies,
-            )
+            replace(self, settings=(*given, f"strategy.topology={graph}", f"strategy.transport={name}"))
             for name in self.transport
             for graph in self.topology
         ]
@@ -287,10 +275,9 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cor
         measured.append(turns[0].step)
         comm.append(sum(one.seconds for one in (*parts["together"], *(parts["exchange"] or parts["average"]))))
     errors = [step_model.error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
-    has_neighbours = resolved.config.strategy(contender.name).topology is not None
     return {
         "strategy": contender.name,
-        "topology": resolved.training.strategy.topology if has_neighbours else None,
+        "topology": resolved.training.strategy.topology if contender.strategy.topology is not None else None,
         "bucket_mb": case.bucket_mb,
         "num_buckets": len(bucket_bytes(contender)) if traits.averages_gradients else None,
         "transport": resolved.transport_name,
@@ -373,8 +360,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result, as in the JSON file."""
     names = [case_name(row) for row in result["rows"]]
     predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
-    low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
-    measured = Series(name="measured", x=names, y=middle, low=low, high=high)
+    measured = spread_series("measured", names, [row["measured_ms"] for row in result["rows"]])
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 

@@ -9,15 +9,13 @@ from typing import Any
 from rich.table import Table
 
 from ddpcore.bench.command import publish, resolve_here, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import DEFAULTS, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import WARM_UP_STEPS, Contender, build_contender, build_dataset, run_block
 from ddpcore.bench.environment import environment
 from ddpcore.bench.result import Kind, bars, has
-from ddpcore.comm.choice import BACKENDS
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.display.chart import Chart
 from ddpcore.display.table import interval, table_of
-from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import field
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
@@ -25,41 +23,36 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.training.build import threads_for
 
+LENET = {**DEFAULTS, "model": {"name": "lenet5"}, "data": {"batch_size": 1024}, "strategy": {"topology": "ring"}}
 # "off again" shows how much two equal loops differ on this machine.
 WATCHED = ("off", "off again", "free", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatsConfig(Options):
+class StatsConfig(BenchConfig):
     """Time steps without statistics, with those that cost nothing extra, and with all, interleaved."""
 
+    DEFAULTS = LENET
     EXAMPLE = "python -m ddpcore.bench stats --world-size 4 --every 50"
 
-    settings: Sequence[str] = SETTINGS
-    world_size: int = field(2, "ranks, or virtual learners", least=1)
-    backend: str = field("auto", choices=BACKENDS)
-    strategy: str = field("ssgd", parts=STRATEGIES)
+    strategies: tuple[str, ...] = field(("ssgd",), "one of them", parts=STRATEGIES)
     every: int = field(50, "steps between two records", least=1)
     blocks: int = field(10, "blocks of --every steps of each contender, in turn", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.world_size < 2:
-            raise ValueError(f"--world-size is {self.world_size}: the estimate needs two batches, take at least 2")
-        if is_baseline(self.strategy) or self.bench().strategy(self.strategy).traits.no_mean:
-            raise ValueError(f"--strategy: {self.strategy} trains no mean that statistics could follow: take ssgd")
-
-    def bench(self) -> BenchConfig:
-        """This run as a config of the comparison of strategies. Raises ValueError if the options do not fit."""
-        given = ("model=lenet5", f"data.batch_size={256 * self.world_size}", "strategy.topology=ring", *self.settings)
-        return BenchConfig(
-            settings=given, world_size=self.world_size, backend=self.backend, strategies=(self.strategy,)
-        )
+        name, *others = self.strategies
+        if others:
+            raise ValueError(f"--strategies has {len(self.strategies)} names: give one")
+        if is_baseline(name) or self.strategy(name).traits.no_mean:
+            raise ValueError(f"--strategies: {name} trains no mean that statistics could follow: take ssgd")
 
 
 def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
-    resolved = resolve_here(config.bench(), torchrun)
+    resolved = resolve_here(config, torchrun)
+    if resolved.world_size < 2:
+        raise ValueError(f"--world-size is {resolved.world_size}: the estimate needs two batches, take at least 2")
     build_dataset(resolved, first=True)
     return start_ranks(run_rank, resolved, config)
 
@@ -67,9 +60,10 @@ def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
 def run_rank(world: World, resolved: ResolvedConfig, config: StatsConfig) -> None:
     """What every rank runs: all contenders in turn, block by block; rank 0 prints and writes the result."""
     dataset = build_dataset(resolved, first=False).to(resolved.device)
-    training, num_ranks = resolved.train_config(config.strategy), 1 if resolved.is_virtual else resolved.world_size
+    (strategy,), num_ranks = config.strategies, 1 if resolved.is_virtual else resolved.world_size
+    training = resolved.train_config(strategy)
     with threads_for(training, dataset, num_ranks):
-        contenders = {name: build_contender(config.strategy, resolved, world, dataset) for name in WATCHED}
+        contenders = {name: build_contender(strategy, resolved, world, dataset) for name in WATCHED}
         statistics = {name: _watch(name, one, config.every) for name, one in contenders.items()}
         for one in contenders.values():
             run_block(one, WARM_UP_STEPS, False)
@@ -80,9 +74,16 @@ def run_rank(world: World, resolved: ResolvedConfig, config: StatsConfig) -> Non
                     progress.advance(1, name)
         if world.rank == 0:
             seconds = {name: [total / config.every for total in one.block_seconds] for name, one in contenders.items()}
-            about = {name: getattr(config, name) for name in ("strategy", "world_size", "every", "blocks")}
-            about |= {"model": training.model.name, "device": resolved.device, "backend": resolved.choice.backend}
-            about["batch_size"] = training.data.batch_size // resolved.world_size
+            about = {
+                "world_size": resolved.world_size,
+                "backend": resolved.choice.backend,
+                "strategy": strategy,
+                "device": resolved.device,
+                "model": training.model.name,
+                "batch_size": training.data.batch_size // resolved.world_size,
+                "every": config.every,
+                "blocks": config.blocks,
+            }
             rows = [_row(name, statistics[name], seconds[name], seconds[WATCHED[0]]) for name in WATCHED]
             publish({"environment": environment(resolved), "config": about, "rows": rows}, KIND, config)
 

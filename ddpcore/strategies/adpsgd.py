@@ -14,7 +14,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Job, LiveWeights
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration, acceleration_of
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
@@ -115,8 +115,7 @@ class ADPSGD(Strategy):
         eta: float | None = None,
         alpha: float | None = None,
     ) -> None:
-        check_topology(self.name, topology)
-        self.topology = Complete() if topology is None else topology
+        self.topology = topology_of(self.name, topology, Complete)
         self.speeds: tuple[float, ...] | None = typed("adpsgd: speeds", speeds, tuple[float, ...] | None)
         self.seed = typed("adpsgd: seed", seed, int)
         self.accelerated = typed("adpsgd: accelerated", accelerated, bool)

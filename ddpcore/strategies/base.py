@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -236,6 +236,12 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def topology_of(name: str, topology: Topology | None, default: Callable[[], Topology]) -> Topology:
+    """The topology, or the default for None. Raises ValueError as :func:`check_topology` does."""
+    check_topology(name, topology)
+    return default() if topology is None else topology
 
 
 def warn_of_growth(name: str, momentum: float, num_learners: int, topology: Topology) -> None:

@@ -15,7 +15,7 @@ from ddpcore.comm.base import Decode, Exchange
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
 from ddpcore.strategies.consensus import AdaptiveConsensus, consensus_of
 from ddpcore.strategies.learner import Learner, check_unchanged, versions
@@ -115,7 +115,6 @@ class DPSGD(Strategy):
         consensus: AdaptiveConsensus | Mapping[str, Any] | None = None,
     ) -> None:
         compression, consensus = codec_of(compression), consensus_of(consensus)
-        check_topology(self.name, topology)
         check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
             raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
@@ -125,7 +124,7 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
         if staleness and consensus is not None:
             raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self.order = order
         self.staleness = staleness
         self.compression = compression

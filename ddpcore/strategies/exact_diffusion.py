@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.options.typed import typed
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Ring
@@ -59,8 +59,7 @@ class ExactDiffusion(Strategy):
     topology: Topology
 
     def __init__(self, topology: Topology | None = None, *, lazy: bool = True) -> None:
-        check_topology(self.name, topology)
-        self.topology = Ring() if topology is None else topology
+        self.topology = topology_of(self.name, topology, Ring)
         self.lazy = typed("exact_diffusion: lazy", lazy, bool)
         self._mixing = Damped(self.topology, 0.5) if self.lazy else self.topology  # V
         self._correction_LP: Tensor | None = None  # c

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, check_topology, warn_of_growth
+from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -64,11 +64,10 @@ class GASLoC(Strategy):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
     ) -> None:
-        check_topology(self.name, topology)
         check_range("gasloc: period", period, least=1)
         check_range("gasloc: outer_lr", outer_lr, above=0)
         check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
         self._rounds = Slowed(self.topology, period)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Exchange
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner, check_unchanged, versions
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_CHECKED
@@ -49,8 +49,7 @@ class GradientTracking(Strategy):
     topology: Topology
 
     def __init__(self, topology: Topology | None = None) -> None:
-        check_topology(self.name, topology)
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self._message_LX: Tensor | None = None  # w(t) and q, [L, 2 P]
         self._gradient_LP: Tensor | None = None  # g(t-1)
         self._exchange: Exchange | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in BenchConfig.__dataclass_fields__:
-        assert name == "settings" or "--" + name.replace("_", "-") in text
+    for item in fields(BenchConfig):
+        assert item.name == "settings" or "--" + item.name.replace("_", "-") in text
 
 
 # --- resolve -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from helpers.drawn import words_drawn
 
 def test_a_run(tmp_path, capsys):
     file = tmp_path / "stats.json"
-    words = "stats --backend virtual model=mlp data.batch_size=8 --every 2 --blocks 2 --strategy dpsgd --json"
+    words = "stats --backend virtual model=mlp data.batch_size=8 --world-size 2 --every 2 --blocks 2"
+    words += " --strategies dpsgd --json"
     assert main([*words.split(), str(file)]) == 0
     assert "a record every 2 steps" in " ".join(capsys.readouterr().out.split())
     result = json.loads(file.read_text())
@@ -32,9 +33,10 @@ def test_a_run(tmp_path, capsys):
         ("--every 0", "--every is 0"),
         ("--blocks 0", "--blocks is 0"),
         ("--world-size 1", "needs two batches"),
-        ("--strategy push_sum", "--strategy: push_sum trains no mean that statistics could follow: take ssgd"),
-        ("--strategy ddp", "--strategy: ddp trains no mean"),
-        ("--strategy sgd", "--strategy: unknown strategy 'sgd'"),
+        ("--strategies push_sum", "--strategies: push_sum trains no mean that statistics could follow: take ssgd"),
+        ("--strategies ddp", "--strategies: ddp trains no mean"),
+        ("--strategies sgd", "--strategies: unknown strategy 'sgd'"),
+        ("--strategies ssgd,dpsgd", "--strategies has 2 names: give one"),
         ("model=gpt", "model: unknown model 'gpt'"),
         ("--backend mpi", "--backend is 'mpi'"),
         ("run.device=tpu", "run.device is 'tpu'"),
@@ -50,5 +52,5 @@ def test_refusals(words, message, capsys):
 
 def test_defaults_are_those_of_the_goal():
     config = StatsConfig()
-    training = config.bench().train_config("ssgd")
-    assert (training.model.name, training.data.batch_size, config.every) == ("lenet5", 512, 50)
+    training = config.train_config("ssgd")
+    assert (training.model.name, training.data.batch_size, config.every) == ("lenet5", 4 * 256, 50)
