@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ddpcore.bench.bucket_sizes import ddp_options
 from ddpcore.bench.config import BenchConfig, resolve
 from ddpcore.bench.run import prepare
 from ddpcore.options import command_line
@@ -58,6 +59,20 @@ def test_baselines_have_the_optimizer_of_torch() -> None:
         ours, theirs = config.train_config("dpsgd").optimizer, config.train_config("ddp").optimizer
         assert (ours.name, ours.options) == (name, options)
         assert (theirs.name, theirs.options) == (f"torch_{name}", {**options, "fused": True})
+
+
+def test_options_of_baselines_are_kept() -> None:
+    resolved = resolve(BenchConfig(settings=("strategy.bucket_cap_mb=5",)), world_size=2, num_gpus=0)
+    assert resolved.train_config("ddp", options=ddp_options(25)).strategy.options == {"bucket_cap_mb": 5}
+    assert resolved.train_config("ddp", options=ddp_options(1)).strategy.options == {"bucket_cap_mb": 1}
+
+
+def test_learners_with_neighbours_can_be_quarantined() -> None:
+    given = ("strategy.on_nonfinite=quarantine",)
+    resolved = resolve(BenchConfig(settings=given, strategies=("dpsgd",)), world_size=4, num_gpus=0)
+    assert resolved.training.strategy.on_nonfinite == "quarantine"
+    with pytest.raises(ValueError, match="'quarantine': ssgd has no neighbours: take 'skip'"):
+        BenchConfig(settings=given, strategies=("dpsgd", "ssgd"))
 
 
 def test_spaces_between_strategies() -> None:

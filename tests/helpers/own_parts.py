@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddpcore import ALL, DPSGD, SSGD, LocalSGD, Plan, Ring, Round, Strategy, Topology, Traits
 from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.strategies.base import Baseline
 from ddpcore.strategies.learner import Learner
 
@@ -71,6 +72,23 @@ class Quiet(Baseline):
 
     def wrap(self, model: Any, group: Any) -> Any:
         return model
+
+
+class Lone(Quiet):
+    """One learner with the whole batch, as ``single``; right."""
+
+    name: ClassVar[str] = "lone"
+    traits: ClassVar[Traits] = Traits(transports=("virtual",), most_learners=1)
+
+    def connect(self, group: Any) -> Any:
+        return VirtualCommunicator(1)
+
+
+class Unknown(Quiet):
+    """It averages something else, of unknown size."""
+
+    name: ClassVar[str] = "unknown"
+    traits: ClassVar[Traits] = Traits()
 
 
 class SaysNoPeriod(MeanOfWeights):
