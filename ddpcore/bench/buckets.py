@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
+    DEFAULT_BUCKET_MB,
     WARM_UP_STEPS,
     Contender,
     build_contender,
@@ -21,6 +21,7 @@ from ddpcore.bench.contender import (
     compute_of,
     exposed_ms,
     gather,
+    parse_sizes,
     run_block,
 )
 from ddpcore.bench.environment import check_models_memory, environment, model_bytes

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, bucket_options, ddp_options
 from ddpcore.bench.config import SILENT, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.groups import Call, barrier, default_group
 from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.base import Baseline, Strategy, Traits
@@ -33,6 +33,8 @@ COMPUTE, OWN_COMPUTE = "compute", "own_compute"
 # Hidden contenders do the work of baselines, and of ddpcore's strategies with their hooks and optimizer, on every rank
 # and without any communication. With which strategy each trains:
 HIDDEN = {COMPUTE: "single", OWN_COMPUTE: SILENT}
+DEFAULT_BUCKET_MB = 25.0  # of distribute() and of DistributedDataParallel, both with a first bucket of 1 MiB
+LARGEST_BUCKET_MB = 2.0**20  # larger than any model
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after its first step, ddpcore before the second
 
 
@@ -208,3 +210,37 @@ def build_contender(
 def is_idle(name: str, resolved: ResolvedConfig, world: World) -> bool:
     """Whether a contender leaves this rank idle."""
     return world.rank != 0 and name not in HIDDEN and resolved.is_alone(name)
+
+
+def parse_sizes(names: Sequence[str]) -> list[float]:
+    """Bucket sizes in MiB from the command line; ``one``, a single bucket for all gradients, is infinity.
+
+    Raises:
+        ValueError: a text is not a size, or a size occurs twice.
+    """
+    sizes = [_parse_size(name) for name in names]
+    if len(set(sizes)) != len(sizes):
+        raise ValueError("--bucket-mb has a size twice: give each once")
+    return sizes
+
+
+def _parse_size(name: str) -> float:
+    try:
+        size = math.inf if name == "one" else float(name)
+    except ValueError:
+        size = math.nan
+    if not size > 0 or (math.isinf(size) and name != "one"):
+        raise ValueError(f"--bucket-mb: {name!r} is not a size above 0 in MiB: give sizes such as 1,25,one")
+    return size
+
+
+def ddp_options(bucket_mb: float) -> dict[str, Any]:
+    """Options of the strategy ``ddp``; none for the default size, because a cap also limits DDP's first bucket."""
+    return {} if bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": min(bucket_mb, LARGEST_BUCKET_MB)}
+
+
+def bucket_options(bucket_mb: float) -> dict[str, Any]:
+    """Arguments of :func:`ddpcore.distribute`."""
+    bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
+    first = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)
+    return {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first}

@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from ddpcore.bench import step_model
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
+    DEFAULT_BUCKET_MB,
     OWN_COMPUTE,
     WARM_UP_STEPS,
     Contender,
     build_contender,
     build_dataset,
     gather,
+    parse_sizes,
     run_block,
 )
 from ddpcore.bench.environment import check_models_memory, environment
@@ -120,9 +121,8 @@ class Case:
         run_block(compute, num_steps, True)
         cpu = time.process_time() - before
         run_block(self.contender, num_steps, True)
-        timed = {
-            kind: [time_calls([call], self.resolved.device) for call in calls] for kind, calls in self.parts.items()
-        }
+        device = self.resolved.device
+        timed = {kind: [time_calls([call], device) for call in calls] for kind, calls in self.parts.items()}
         turn = Turn(
             compute=compute.block_seconds[-1] / num_steps,
             compute_cpu=cpu / num_steps,
@@ -211,12 +211,6 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
         assert strategy.topology is not None
         return comm.exchange_in_place(flat.param_LP, strategy.topology, next(steps)).mixture()
 
-    def exchange() -> None:  # moves the parameters to older weights: only times matter here
-        flat.move_to(exchanged().out)
-
-    def exchange_and_mix() -> None:
-        flat.average_(exchanged())
-
     parts: dict[str, list[Call]] = {kind: [] for kind in KINDS}
     if any(plan.averages_gradients for turn in plans for plan in turn):
         parts |= {"messages": averages(one), "together": [lambda: average_together(one)]}
@@ -224,7 +218,11 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
         if strategy.topology is None:
             parts["average"] = [lambda: comm.average_(flat.param_LP).wait()]
         else:
-            parts |= {"exchange": [exchange], "average": [exchange_and_mix]}
+            # The exchange alone moves the parameters to older weights: only times matter here.
+            parts |= {
+                "exchange": [lambda: flat.move_to(exchanged().out)],
+                "average": [lambda: flat.average_(exchanged())],
+            }
     return Case(one, resolved, bucket_mb, plans, parts)
 
 

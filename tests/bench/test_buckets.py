@@ -13,8 +13,8 @@ import pytest
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import buckets, comm, environment
-from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
+from ddpcore.bench.contender import parse_sizes
 from ddpcore.display import plot_option
 from ddpcore.models import MODELS
 from ddpcore.runtime import launch

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.bench.bucket_sizes import ddp_options
 from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.bench.contender import ddp_options
 from ddpcore.bench.run import prepare
 from ddpcore.options import command_line
 
