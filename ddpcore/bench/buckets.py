@@ -141,7 +141,23 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
     if world.rank == 0:
         seconds = {name: computes[compute_of(name)].block_seconds for name in resolved.strategies}
         rows = [row_of(one, seconds[one["strategy"]], config.steps) for one in measured]
-        _publish(config, resolved, rows, [recommend(name, measured) for name in resolved.strategies])
+        where = environment(resolved)
+        where["notes"] += [
+            f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
+            f"{size_name(row['bucket_mb'])} and are not measured"
+            for row in rows
+            if row["same_buckets_mb"]
+        ]
+        result = {
+            "environment": where,
+            "model": resolved.training.model.name,
+            "world_size": resolved.world_size,
+            "batch_size": resolved.training.data.batch_size,
+            "rounds": config.rounds,
+            "rows": rows,
+            "recommended": [recommend(name, measured) for name in resolved.strategies],
+        }
+        publish(result, KIND, config)
 
 
 def _candidates(
@@ -207,28 +223,6 @@ def recommend(strategy: str, measured: Sequence[dict[str, Any]]) -> dict[str, An
         "beyond_noise": counts,
         "rounds": len(default["round_seconds"]),
     }
-
-
-def _publish(
-    config: BucketsConfig, resolved: ResolvedConfig, rows: list[dict[str, Any]], recommended: list[dict[str, Any]]
-) -> None:
-    notes = [
-        f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
-        f"{size_name(row['bucket_mb'])} and are not measured"
-        for row in rows
-        if row["same_buckets_mb"]
-    ]
-    where = environment(resolved)
-    result = {
-        "environment": {**where, "notes": where["notes"] + notes},
-        "model": resolved.training.model.name,
-        "world_size": resolved.world_size,
-        "batch_size": resolved.training.data.batch_size,
-        "rounds": config.rounds,
-        "rows": rows,
-        "recommended": recommended,
-    }
-    publish(result, KIND, config)
 
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
