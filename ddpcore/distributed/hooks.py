@@ -148,7 +148,7 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.check_state(state)
-        for model, own in zip(self.models[1:], state.get("learners", ()), strict=True):
+        for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
         self._new_order = self._used = None
         self._averaged = False
@@ -159,12 +159,13 @@ class HookedDistributed(Distributed):
             self._used = [name in state["used"] for name in flat.names]
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, state["strategy"])
-        if "policies" in state:  # older states have none
-            self._state_sync.load_state_dict(state["policies"])
+        self._state_sync.load_state_dict(state["policies"])
         self.deals = tuple((step, tuple(ids)) for step, ids in state.get("deals", ()))
 
     @override
     def check_state(self, state: dict[str, Any]) -> None:
+        if "learners" not in state:
+            raise ValueError("the state was saved by ddpcore 0.1: resume with ddpcore 0.1, or begin anew")
         if sorted(state["layout"]) != sorted(self.learner.flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
         made_by, here = state["made_by"], self._made_by()
@@ -174,11 +175,6 @@ class HookedDistributed(Distributed):
             raise ValueError(
                 f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
                 "only the states of the model and the optimizer"
-            )
-        if len(self.models) > 1 and "learners" not in state:
-            raise ValueError(
-                "the state was saved by ddpcore 0.1, in which virtual learners were rows of one model: resume with "
-                "ddpcore 0.1, or begin anew"
             )
 
     def _made_by(self) -> str:

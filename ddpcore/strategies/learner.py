@@ -97,6 +97,20 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
+def versions(flat: FlatParameters) -> list[int]:
+    """How often autograd has seen each parameter change."""
+    return [parameter._version for parameter in flat.parameters]
+
+
+def check_unchanged(flat: FlatParameters, before: list[int]) -> None:
+    """Raise RuntimeError if a parameter has changed since :func:`versions`, while neighbours read the weights."""
+    if versions(flat) != before:
+        raise RuntimeError(
+            "weights were changed between a forward pass and the next step, while neighbours read them: "
+            "change them after a step, or evaluate under torch.no_grad()"
+        )
+
+
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, in which no number can be read."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -220,6 +220,19 @@ def test_state_goes_to_and_from_torch() -> None:
     training.assert_near(ends[1], ends[2])
 
 
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_state_of_version_0_1_is_refused(learners: int) -> None:
+    """It has no ``learners``, and its strategies lack keys."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.PushSum(ddpcore.Ring()), learners=learners)
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    old = {key: value for key, value in state.items() if key not in ("format", "learners", "policies")}
+    with pytest.raises(ValueError, match=r"^the state was saved by ddpcore 0\.1: resume with .*, or begin anew$"):
+        handle.load_state_dict(old)
+
+
 def test_forward_without_gradient_changes_nothing() -> None:
     """Evaluation between forward passes of training starts no exchange."""
     model = training.mlp()
