@@ -24,9 +24,10 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
+from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hook_watch import own_hooks
-from ddpcore.parameters.learner_models import LearnerModels, copies_of
+from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
@@ -271,7 +272,7 @@ def _start_alike(learner: Learner) -> None:
     for copies in zip(*(model.parameters() for model in learner.models), strict=True):
         if not copies[0].requires_grad:
             first = _first_of(copies[0], comm)
-            for parameter in copies:  # mostly one that all share
+            for parameter in copies:
                 parameter.copy_(first)
     for copies in zip(*(model.buffers() for model in learner.models), strict=True):
         first = _first_of(copies[0], comm)

@@ -13,7 +13,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.spans import Spans
-from ddpcore.parameters.learner_models import copy_of
+from ddpcore.parameters.copies import copy_of
 from ddpcore.strategies.learner import Learner, NonFinite
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
