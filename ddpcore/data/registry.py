@@ -50,8 +50,8 @@ def load_dataset(
     """The data set of a name, on the CPU.
 
     Args:
-        name: of ``DATASETS``; a user's own is a function that returns a :class:`Dataset`, called with those of
-            ``data_dir``, ``seed`` and ``verify`` that it has as parameters.
+        name: of ``DATASETS``; a user's own is a function that returns a :class:`Dataset`, called with
+            ``data_dir``, ``seed`` and ``verify``, if it has these parameters.
         data_dir: the folder of its files.
         seed: of synthetic samples, of augmentation, and of the samples that are held out.
         normalize: subtract the channel's mean over the training set and divide by its standard deviation, all splits.

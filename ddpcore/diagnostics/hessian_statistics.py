@@ -36,7 +36,7 @@ class HessianRecord:
         residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
         distance: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners
             computed the gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is
-            that of the noise.
+            the trace of the noise's covariance.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
             ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
         noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged

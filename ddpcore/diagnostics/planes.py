@@ -54,8 +54,8 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
     """The plane of two random directions, normalized filter by filter (Li et al. 2018, section 4).
 
     Each slice of a direction along the first dimension of a parameter (a filter, or the weights of one neuron) gets the
-    norm of the model's slice. Parameters of one dimension, such as biases, and those of normalization do not move. The
-    second direction is then made orthogonal to the first.
+    norm of the model's slice. Parameters of one dimension, such as biases, and parameters of normalization do not move.
+    The second direction is then made orthogonal to the first.
 
     Raises:
         ValueError: no parameter with two dimensions needs a gradient.

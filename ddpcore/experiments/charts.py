@@ -13,9 +13,7 @@ from typing import Any
 from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.display.plot_option import check_plot
 from ddpcore.options.keys import get
-from ddpcore.options.typed import check_table
 
-_CHART = {"x": str, "by": str, "lines": Mapping[str, tuple[str, ...]]}
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
@@ -47,18 +45,8 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
 
-def check_chart(spec: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a table is an entry ``[[charts]]``, see :func:`lines_of`."""
-    check_table("a chart", {key: value for key, value in spec.items() if key != "values"}, _CHART, ("x",))
-    values = spec.get("values", [])
-    if not isinstance(values, list) or any(type(value) not in (str, int, float) for value in values):
-        raise ValueError(f"a chart: values is {values!r}: it must be a list of numbers or text")
-    if ("by" in spec) == ("lines" in spec) or ("by" in spec and "values" in spec):
-        raise ValueError(f"the chart over {spec['x']}: give lines, or by without values")
-
-
 def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
-    """The lines of an entry ``[[charts]]``, with those of their rows that ``configs`` has.
+    """The lines of an entry ``[[charts]]``, with the rows that ``configs`` has.
 
     Args:
         spec: ``x``, the variable: a field of the configs, such as ``optimizer.momentum``. ``lines``: for the

@@ -8,12 +8,12 @@ from typing import Any
 
 from ddpcore.options.keys import get
 from ddpcore.records.run import RunRecord
+from ddpcore.records.study import CURVES
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
-CURVES = ("effective_lr", "loss", "noise")
 METRICS = {
     "train_loss": "mean loss of the last epoch's training steps",
     "test_loss": "mean cross-entropy on the test split",
@@ -32,7 +32,7 @@ METRICS = {
     "seconds_to_target": "seconds, of a run that reached its target accuracy; other runs have none",
     "steps": "steps of the optimizer",
     "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
-    "total_variation": "total variation distance of the learners' classes from those of all",
+    "total_variation": "total variation distance of the learners' classes from the classes of all",
     "consensus_distance": "consensus distance of the learners at the end",
     "recoveries": "how often a rank died and the run resumed from its checkpoint",
     "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",
@@ -58,7 +58,7 @@ METRICS = {
 }
 """Numbers of a run; docs/noise_statistics.md explains the symbols.
 
-Scores are those of the test split, also if the run was evaluated on the validation split.
+Scores are of the test split, also if the run was evaluated on the validation split.
 """
 
 

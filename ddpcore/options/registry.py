@@ -44,7 +44,7 @@ class Registry(Generic[Part]):
         self._own = dict(own)
 
     def names(self) -> tuple[str, ...]:
-        """The short names: first those of ddpcore, then those of installed packages."""
+        """The short names: first the names of ddpcore, then the names of installed packages."""
         return (*self._own, *(name for name in sorted(self._installed()) if name not in self._own))
 
     def find(self, name: str) -> Factory[Part]:

@@ -299,9 +299,9 @@ def build_trainer(
     Args:
         placement: config and ranks.
         dataset: the data set, on any device.
-        store: that of a run to join; None begins one.
+        store: of a run to join; None begins one.
         buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
-        options: arguments of :func:`ddpcore.distribute` that replace those of the config.
+        options: arguments of :func:`ddpcore.distribute` that replace the config's.
 
     Raises:
         ValueError: model, data, world and strategy do not fit together.

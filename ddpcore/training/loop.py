@@ -36,8 +36,7 @@ class StepRecorder:
     ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
     yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
     each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
-    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
-    not of its start.
+    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
 
     Args:
         out: the folder of the run.

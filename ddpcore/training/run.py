@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddpcore.data import Dataset, total_variation
+from ddpcore.records.checkpoint import read_manifest
 from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
@@ -217,7 +218,7 @@ def _resume(
     if saved is None:
         return None
     step, state = saved
-    differences = placement.config.difference(checkpoints.manifest(step)["config"])
+    differences = placement.config.difference(read_manifest(checkpoints.path(step))["config"])
     if differences:
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     trainer.load_state_dict(state)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.extras import extra
-from ddpcore.records.run import MODEL, RECORD
+from ddpcore.records.run import MODEL, RECORD, TENSORBOARD
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
@@ -53,7 +53,7 @@ class RunWriter:
         self._out = out
         self._record = JsonLines(path)
         self._on_record = on_record
-        self._board = load_tensorboard()(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
+        self._board = load_tensorboard()(str(out / TENSORBOARD), purge_step=step + 1) if tensorboard else None
         self._progress = ProgressReport("training", total_steps, completed=step)
         self._step = step
 

@@ -219,7 +219,7 @@ class OptimizerConfig(Section):
     )
     options: Mapping[str, Any] = field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = field(False, "no weight decay and no layer-wise adaptation of biases and norms")
-    lr: float = field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
+    lr: float = field(0.1, "peak learning rate; with ``reference_batch_size``, the reference batch's", least=0)
     reference_batch_size: int | None = field(None, "scale ``lr`` by ``batch_size`` / this; None: unscaled", least=1)
     schedule: str = field(
         "constant",

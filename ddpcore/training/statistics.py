@@ -35,7 +35,7 @@ class Measurements:
         return cls(noise=noise_statistics(run, trainer), hessian=hessian_statistics(run, trainer))
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """The entries of the run's record since the last call, without those of single parameters."""
+        """The entries of the run's record since the last call, without the values of single parameters."""
         rows: list[dict[str, Any]] = []
         for name, kind, source in (("noise", "statistics", self.noise), ("hessian", "hessian", self.hessian)):
             records = [] if source is None else source.records[self._num_seen[name] :]
@@ -46,7 +46,7 @@ class Measurements:
         return rows
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What later records depend on: that of the noise statistics, None without them."""
+        """What later records depend on: the state of the noise statistics, None without them."""
         return None if self.noise is None else self.noise.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None, step: int) -> None:
