@@ -68,8 +68,8 @@ def load_dataset(
         ValueError: the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
     DATASETS.check_options(name, options)
-    from_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is Parameter.empty
-    if from_files and data_dir is None:
+    folder = DATASETS.parameters(name).get("data_dir")
+    if folder is not None and folder.default is Parameter.empty and data_dir is None:
         raise ValueError(f"{name} is read from files: set data_dir (--data-dir) to the folder that holds them")
     if download and name in SOURCES and data_dir is not None:
         download_files(name, data_dir)

@@ -32,7 +32,10 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
-    drawn = [row for row, cell in cells.items() if _is_drawn(cell)]
+    drawn = [
+        row for row, cell in cells.items()
+        if cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
+    ]  # fmt: skip
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
         lines = lines_of(spec, {row: comparison["configs"][row] for row in drawn})
@@ -40,7 +43,8 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
             variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
             charts += _line_charts(variable, lines, cells, metric, run_labels)
             on_lines |= {row for points in lines.values() for _, row in points}
-    rest = [row for row, cell in cells.items() if row not in on_lines and _has_value(cell)]
+    known = [row for row, cell in cells.items() if cell["published"] is not None or any(cell["measured"])]
+    rest = [row for row in known if row not in on_lines]  # also if all runs diverged
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
@@ -134,14 +138,6 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
         note=note,
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
-
-
-def _has_value(cell: Mapping[str, Any]) -> bool:
-    return cell["published"] is not None or any(cell["measured"])  # also if all runs diverged
-
-
-def _is_drawn(cell: Mapping[str, Any]) -> bool:
-    return cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
 
 
 def _has_run(cell: Mapping[str, Any], run: int) -> bool:

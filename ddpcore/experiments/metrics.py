@@ -113,8 +113,8 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
         "effective_lr_early": _rate(early),
         "effective_lr_late": _rate(late),
         "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
-        **{f"{name}_early": _mean(early, name) for name in NOISES},
-        **{f"{name}_late": _mean(late, name) for name in NOISES},
+        **{f"{name}_early": _mean([line[name] for line in early]) for name in NOISES},
+        **{f"{name}_late": _mean([line[name] for line in late]) for name in NOISES},
         "noise_scale": scales[-1] if scales else None,
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
@@ -125,15 +125,11 @@ def _hessian(record: RunRecord) -> dict[str, float | None]:
     """Metrics from the Hessian along the run; None if it was not measured."""
     lines = [line for line in record.hessian if line["problem"] is None]
     late = [line for line in lines if line["step"] > (1 - SHARE) * record.header["total_steps"]]
-
-    def mean(values: Sequence[float]) -> float | None:
-        return sum(values) / len(values) if values else None
-
     return {
-        "sharpness_late": mean([line["largest"][0] for line in late]),
+        "sharpness_late": _mean([line["largest"][0] for line in late]),
         "sharpness_max": max((line["largest"][0] for line in lines), default=None),
-        "disagreement_top_late": mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
-        "noise_top_late": mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
+        "disagreement_top_late": _mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
+        "noise_top_late": _mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
     }
 
 
@@ -159,8 +155,8 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
     ]
 
 
-def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:
-    return sum(line[name] for line in lines) / len(lines) if lines else None
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _rate(lines: Sequence[dict[str, float]]) -> float | None:

@@ -250,9 +250,8 @@ def backend_of(job: Job) -> str:
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden(
-            {"run": {"seed": 0}, "data": {"data_dir": None}}
-        ).to_dict(),  # the same for all seeds and machines
+        # the same for all seeds and machines
+        "config": config.overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

@@ -251,16 +251,15 @@ def _row(
     return Row(
         name=name,
         study=study,
-        layers={scale: [_run_fields(layer) for layer in found] for scale, found in layers.items()},
+        layers={
+            scale: [{key: value for key, value in layer.items() if key in SECTIONS} for layer in found]
+            for scale, found in layers.items()
+        },
         published={metric: float(value) for metric, value in published.items()},
         about=entries.get("about", ""),
         kill_rank=entries.get("kill_rank"),
         **own,
     )
-
-
-def _run_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key in SECTIONS}
 
 
 def _check(where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any]) -> None:

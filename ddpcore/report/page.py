@@ -86,7 +86,7 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
     sections += _guarded(lambda: curvature_sections(sources.runs, names), "the curvature of the runs")
     for run, name in zip(sources.runs, names, strict=True):
         what = f"the recorded steps of {name}"
-        sections += _guarded(lambda one=run, name=name: timeline_sections([one], [name]), what)  # type: ignore[misc]
+        sections += _guarded(lambda one=run, name=name: timeline_sections(one, name), what)  # type: ignore[misc]
     for comparison in comparisons:
         sections += _guarded(lambda one=comparison: [study_section(one)], comparison["study"])  # type: ignore[misc]
     for bench in sources.benches:

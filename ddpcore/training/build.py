@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
 from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, time_limit
+from ddpcore.comm.link import Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute, join
@@ -177,7 +178,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
     """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
     num_gpus = torch.cuda.device_count()
-    device = "cuda" if num_gpus and config.run.device != "cpu" else "cpu"
+    device = ("cuda" if num_gpus else "cpu") if config.run.device == "auto" else config.run.device
     return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 
 
@@ -353,7 +354,7 @@ def _arguments(
         "group": dist.group.WORLD if placement.world.world_size > 1 else None,
         "connection": Connection(
             transport=config.strategy.transport,
-            link=config.strategy.make_link(),
+            link=None if config.strategy.link is None else Link.parse(config.strategy.link),
             on_failure=config.strategy.on_failure,
             membership=placement.left,
             timeout=config.strategy.timeout if placement.real and isinstance(strategy, Strategy) else TIMEOUT_SECONDS,

@@ -379,11 +379,7 @@ class Loop:
         best = self.progress.best
         self.checkpoints.save(
             self.trainer.num_steps,
-            {
-                **state,
-                "progress": self.progress.state_dict(),
-                "statistics": self.measured.state_dict(),
-            },
+            {**state, "progress": self.progress.state_dict(), "statistics": self.measured.state_dict()},
             keep_last=self.config.run.keep_last,
             best=best["step"] if best is not None and self.config.run.keep_best else None,
         )
@@ -394,7 +390,7 @@ class Loop:
         """The time inside does not count as training."""
         if self.placement.device.type == "cuda":
             torch.cuda.synchronize()
-        self.progress.add_seconds(self.comm.now() - self._resumed_at)
+        self.progress.epoch_seconds += self.comm.now() - self._resumed_at
         yield
         self._resumed_at = self.comm.now()
         if self.steps is not None:

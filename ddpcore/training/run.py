@@ -19,6 +19,7 @@ from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
+from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
@@ -269,7 +270,6 @@ def _topology(config: TrainConfig) -> dict[str, Any] | None:
     """Edges and spectral gap of the topology, for a drawing; None without neighbours, or with too many to draw."""
     topology = getattr(config.checked_strategy, "topology", None)
     num = config.strategy.learners
-    if topology is None or not 1 < num <= MOST_DRAWN:
+    if not isinstance(topology, Topology) or not 1 < num <= MOST_DRAWN:
         return None
-    topology = config.make_topology()
     return {"num_learners": num, "spectral_gap": describe(topology, num).spectral_gap, "edges": edges_of(topology, num)}
