@@ -25,8 +25,8 @@ def steps_of(checkpoints: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def rank_files(rank: int) -> tuple[str, str]:
-    """The names of the two files of a rank: its tensors, and everything else."""
+def rank_files(rank: int | str) -> tuple[str, str]:
+    """The names of the two files of a rank: its tensors, and everything else; ``*`` stands for all ranks."""
     return f"rank-{rank}.safetensors", f"rank-{rank}.json"
 
 

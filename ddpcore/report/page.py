@@ -43,15 +43,14 @@ def check_report() -> None:
         raise ValueError("the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'")
 
 
-def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float | None = None) -> str:
+def page_of(sources: Sources, *, refresh: float | None = None) -> str:
     """The page as text.
 
     Args:
         sources: what to show.
-        baseline: what to compare with.
         refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
     """
-    return page_with(sections_of(sources, baseline), refresh=refresh)
+    return page_with(sections_of(sources), refresh=refresh)
 
 
 def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> str:

@@ -219,7 +219,7 @@ class Checkpoints:
                     return f"{shown(name)} is no file of a checkpoint"
                 if _digest_of_file(folder / name) != digest:
                     return f"{name} does not match its checksum"
-            for path in folder.glob("*.safetensors"):
+            for path in folder.glob(rank_files("*")[0]):
                 open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
                     pass

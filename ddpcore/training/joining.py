@@ -17,7 +17,6 @@ from ddpcore.storage.json_lines import read_json, write_json
 from ddpcore.storage.limits import shown
 from ddpcore.training.progress import Progress
 
-FILE = "join.json"  # in the folder of the run while it lasts
 CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
 _BYTES = 4096  # of the message to a new rank
 

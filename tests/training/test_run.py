@@ -19,6 +19,7 @@ from ddpcore.models import MODELS
 from ddpcore.records.checkpoint import step_folder, steps_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, RunRecord, TrainConfig, train
+from ddpcore.training.checkpoint import Checkpoints
 from helpers import images as helper
 
 
@@ -180,7 +181,7 @@ def test_keep_best_saves_the_best_between_two_checkpoints(tmp_path: Path) -> Non
     assert steps_of(folders[False]) == [5, 10, 15, 20]
     assert steps_of(folders[True]) == [best, 20]
     shutil.rmtree(step_folder(folders[True], 20))
-    _, state = folders[True].load_last("cpu", print)
+    _, state = Checkpoints(folder=folders[True], config={}).load_last("cpu", print)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(state["model"])
     inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))
