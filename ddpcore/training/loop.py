@@ -125,9 +125,8 @@ class Loop:
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
-        steps: records every step; None without ``record_steps``.
         take_over: makes a writer in the first rank that is left, because the one that wrote has died.
-        joins: whether this rank has just joined, in the step that the others have just taken.
+        steps: records every step; None without ``record_steps``.
     """
 
     placement: LearnerPlacement
@@ -136,9 +135,8 @@ class Loop:
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
+    take_over: Callable[[], RunWriter]
     steps: StepRecorder | None = None
-    take_over: Callable[[], RunWriter | None] | None = None
-    joins: bool = False
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -148,15 +146,14 @@ class Loop:
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
         self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
+        self.joins = self.placement.joins  # until it has the progress of the step that the others have just taken
         self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
-        while self.joins or not (
-            trainer.num_steps >= self.total_steps or progress.diverged or self._has_reached_target()
-        ):
+        while self.joins or not self._is_over():
             if not self.joins:
                 try:
                     losses_L = trainer.step()
@@ -204,10 +201,11 @@ class Loop:
             self._writer = share_progress(self.comm, self.progress, self._writer, new)
             self.joins = False
 
-    def _has_reached_target(self) -> bool:
-        """Whether an evaluation has reached the config's target."""
+    def _is_over(self) -> bool:
+        """Whether all steps are taken, the run has diverged, or an evaluation has reached the config's target."""
         target, best = self.config.run.target, self.progress.best
-        return target is not None and best is not None and best["accuracy"] >= target
+        has_reached = target is not None and best is not None and best["accuracy"] >= target
+        return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
     def _collect(self, num_found: int) -> None:
         """Gather and write what was found since the last check, at most ``num_found`` on each rank. Collective.
@@ -245,7 +243,7 @@ class Loop:
         for change in changes:
             if self._writer in change.lost:
                 self._writer = min(change.members)
-        if changes and self.writer is None and self.take_over is not None and self._writer == self.trainer.learners[0]:
+        if changes and self.writer is None and self._writer == self.trainer.learners[0]:
             self.writer = self.take_over()
         if self.writer is not None:
             for change in changes:

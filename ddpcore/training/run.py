@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,13 +155,13 @@ def _train(
     if is_first and comm is not None:
         write_address(out)
 
-    def take_over() -> RunWriter | None:
+    def take_over() -> RunWriter:
         stack.enter_context(locked(out))
-        return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
+        return stack.enter_context(_writer(placement, trainer, out, outputs))
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
-        writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
+        writer = stack.enter_context(_writer(placement, trainer, out, outputs)) if is_first else None
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -171,7 +171,6 @@ def _train(
             writer=writer,
             steps=steps,
             take_over=take_over,
-            joins=placement.joins,
         )
         ended = loop.run(stop_signal)
         if loop.writer is not None:
@@ -227,15 +226,10 @@ def _resume(
     return Progress(**state["progress"])
 
 
-def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any], *, is_first: bool
-) -> AbstractContextManager[RunWriter | None]:
-    """The writer of the first rank; None on the other ranks."""
-    if not is_first:
-        return nullcontext()
+def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]) -> RunWriter:
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
-    batches = trainer.batches
+    batches, parts = trainer.batches, trainer.batches.parts
     here = {**machine(placement.device.type), "threads": torch.get_num_threads()}
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
@@ -246,9 +240,7 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
-        "total_variation": None
-        if batches.parts is None
-        else total_variation(dataset.train.labels.cpu(), batches.parts),
+        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
         "steps_per_epoch": batches.steps_per_epoch,
         "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
@@ -256,14 +248,8 @@ def _writer(
         "topology": _topology(config),
         **here,
     }
-    return RunWriter(
-        out,
-        total_steps=header["total_steps"],
-        header=header,
-        resumed={"kind": "resume", "step": step, **left, **here} if step else None,
-        step=step,
-        **outputs,
-    )
+    resumed = {"kind": "resume", "step": step, **left, **here} if step else None
+    return RunWriter(out, header, resumed, **outputs)
 
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:
