@@ -377,12 +377,7 @@ def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float
     """The operations of one forward pass of a process: the products of its batch, and a share for each input number.
 
     It depends on the config and on the shape of the samples only, so it is the same on every machine.
-    A model whose weights alone need ``LEAST_WORK`` is not called.
-
-    Args:
-        config: the run.
-        dataset: the data set.
-        num_ranks: ranks that share the batch.
+    A model whose weights alone need ``LEAST_WORK`` is not called. ``num_ranks`` ranks share the batch.
     """
     num_samples = max(1, config.data.batch_size // (num_ranks * config.data.accumulation))
     dtype = torch.int64 if dataset.has_tokens else torch.float32
@@ -414,12 +409,8 @@ def _products(model: nn.Module, inputs: Tensor) -> int:
 def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterator[None]:
     """Inside, torch computes with one thread if the model is small, else with as many as before.
 
-    The rule does not look at a clock, because sums may have other bits with another number of threads.
-
-    Args:
-        config: the run.
-        dataset: the data set.
-        num_ranks: ranks that share the batch.
+    The rule does not look at a clock, because sums may have other bits with another number of threads. See
+    :func:`forward_work` for the arguments.
     """
     before = torch.get_num_threads()
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()

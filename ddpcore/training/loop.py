@@ -37,11 +37,6 @@ class StepRecorder:
     yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
     each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
     ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
-
-    Args:
-        out: the folder of the run.
-        rank: of this process.
-        trainer: takes the steps.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
