@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcore.diagnostics.spectra import Eigenvalues
 from ddpcore.diagnostics.weights import WeightVector
+from ddpcore.parameters.normalization import is_normalization
 
 Point = tuple[float, float]
-NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +61,7 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
     """
     weights = WeightVector(model)
     generator = torch.Generator().manual_seed(seed)
-    still = {id(own) for module in model.modules() if isinstance(module, NORMALIZATIONS) for own in module.parameters()}
+    still = {id(own) for module in model.modules() if is_normalization(module) for own in module.parameters()}
     x_P, y_P = (_filter_normalized(weights, still, generator) for _ in range(2))
     if not x_P.any():
         raise ValueError("the model has no parameter of two dimensions that needs a gradient: there is no direction")

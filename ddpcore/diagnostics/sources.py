@@ -5,6 +5,7 @@ Shapes: L learners held by this process, n in all, P elements of a learner's row
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -329,7 +330,9 @@ class PassStatistics(Source):
         self._disjoint = False  # whether two consecutive passes had no parameter in common
         self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
         self._reached_before: set[int] = set()
-        self._versions: dict[int, int] = {}  # of each gradient after its last pass
+        self._places: dict[int, tuple[int, int]] = {}  # by parameter: address and version of its gradient's storage
+        self._versions: dict[int, int] = {}  # of each storage after the previous pass
+        self._added: Counter[int] = Counter()  # gradients that this pass has added to each storage
         self._was_written = False
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
@@ -351,22 +354,34 @@ class PassStatistics(Source):
         if not self._is_measured(self._step):
             return
         assert parameter.grad is not None
-        key, version = id(parameter), parameter.grad._version
-        if not parameter.grad._is_view():  # a pass adds one to the version; all views of a tensor share its version
-            self._was_written |= key in self._versions and version != self._versions[key] + 1
-        self._versions[key] = version
+        self._note_version(id(parameter), parameter.grad)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._after_pass)
-        self._reached.add(key)
+        self._reached.add(id(parameter))
+
+    def _note_version(self, key: int, grad: Tensor) -> None:
+        """Find out whether anything but the pass has written the gradient since the previous pass.
+
+        A pass adds one to the version of a storage for each parameter whose gradient lies there: gradients of
+        concatenated parameters share one. All views of a flat buffer share one too, with what the program writes.
+        """
+        storage = grad.untyped_storage().data_ptr()
+        self._added[storage] += 1
+        if key in self._places and not grad._is_view():
+            before = self._versions.get(storage)
+            self._was_written |= before is None or grad._version != before + self._added[storage]
+        self._places[key] = storage, grad._version
 
     @torch.no_grad()
     def _after_pass(self) -> None:
         if self._was_written:
-            reached, versions = self._reached, self._versions
+            reached, places = self._reached, self._places
             self._begin_step()
-            self._reached, self._versions = reached, versions
+            self._reached, self._places = reached, places
+        self._versions.update(sorted(self._places.values()))  # the last version of each storage
+        self._added.clear()
         self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
         parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]

@@ -88,6 +88,6 @@ class PatchEmbedding(nn.Module):
         size = self.patch_size
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, channels, rows, size, columns, size]
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        class_tokens = self.class_token.expand(len(images), -1, -1)
+        class_tokens = self.class_token.expand(images.shape[0], -1, -1)
         tokens: Tensor = self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
         return tokens

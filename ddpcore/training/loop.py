@@ -169,11 +169,8 @@ class Loop:
                 loss, stop, num_found = progress.check(
                     self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
-                if num_found:
-                    self._collect(num_found)
-                self._note_changes()
+                self._write_rows(num_found)
                 self._show(loss)
-                self._write_statistics()
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()
@@ -202,8 +199,22 @@ class Loop:
         has_reached = target is not None and best is not None and best["accuracy"] >= target
         return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
-    def _collect(self, num_found: int) -> None:
-        """Gather and write what was found since the last check, at most ``num_found`` on each rank. Collective.
+    def _write_rows(self, num_found: int = 0) -> None:
+        """Write what happened since the last call, in the order of steps.
+
+        Reading statistics waits for the device; a check of the loss has just done so.
+
+        Args:
+            num_found: gather at most so many numbers that are not finite from each rank; collective if it is not 0.
+        """
+        found = self._collect(num_found) if num_found else []
+        rows = found + self._changes() + self.measured.new_rows()
+        if self.writer is not None:
+            for row in sorted(rows, key=lambda row: row["step"]):
+                self.writer.write(row)
+
+    def _collect(self, num_found: int) -> list[dict[str, Any]]:
+        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective.
 
         With ``raise``, the run has diverged: so all ranks end it at the same step, as virtual learners do. Until then a
         learner whose gradients are not finite takes no step.
@@ -227,12 +238,10 @@ class Loop:
         ]
         if self.config.strategy.on_nonfinite == "raise":
             self.progress.diverged, self.progress.reason = True, str(events[0])
-        if self.writer is not None:
-            for event in events:
-                self.writer.write({"kind": "nonfinite", **asdict(event)})
+        return [{"kind": "nonfinite", **asdict(event)} for event in events]
 
-    def _note_changes(self) -> None:
-        """Write who has died. If that was the rank that writes, the first one that is left takes over."""
+    def _changes(self) -> list[dict[str, Any]]:
+        """Rows of who has died. If that was the rank that writes, the first one that is left takes over."""
         changes = self.trainer.handle.changes[self._num_changes :]
         self._num_changes += len(changes)
         for change in changes:
@@ -240,10 +249,8 @@ class Loop:
                 self._writer = min(change.members)
         if changes and self.writer is None and self._writer == self.trainer.learners[0]:
             self.writer = self.take_over()
-        if self.writer is not None:
-            for change in changes:
-                row = {**asdict(change), "kind": "members", "step": self.trainer.num_steps, "text": str(change)}
-                self.writer.write(row)
+        step = self.trainer.num_steps
+        return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
 
     def _show(self, loss: float) -> None:
         if self.writer is not None:
@@ -251,13 +258,6 @@ class Loop:
             reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
             epoch = 1 + self.batches.epoch(step - 1)
             self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
-
-    def _write_statistics(self) -> None:
-        """Write the new records. Reading them waits for the device; a check of the loss has just done so."""
-        rows = self.measured.new_rows()
-        if self.writer is not None:
-            for row in rows:
-                self.writer.write(row)
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.run.checkpoint_every
@@ -311,7 +311,7 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.run.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
-        self._note_changes()  # also of a death in this evaluation
+        self._write_rows()  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -366,7 +366,8 @@ class Loop:
                 return False
         if self.checkpoints.members != members:
             return False
-        self._write_statistics()  # a run that resumes here does not compute these records again
+        # A run that resumes here does not compute these records again, so older events must stand before them.
+        self._write_rows(0 if self.config.strategy.on_nonfinite == "raise" else self._num_found())
         if self.writer is not None:
             self.writer.sync()
         best = self.progress.best
@@ -377,6 +378,11 @@ class Loop:
             best=best["step"] if best is not None and self.config.run.keep_best else None,
         )
         return True
+
+    def _num_found(self) -> int:
+        """The largest number of events of one rank that are not written yet. Collective."""
+        found_L = torch.full((len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)))
+        return int(self.comm.gather(found_L.to(self.placement.device)).max())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
