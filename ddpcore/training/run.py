@@ -84,7 +84,7 @@ def train(
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
-        measured = Measurements.of(config.run, trainer)
+        measured = Measurements(config.run, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -127,7 +127,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
         outputs = {"tensorboard": False, "on_record": None}
-        finished = _train(placement, trainer, Measurements.of(config.run, trainer), out, False, outputs, stop_signal)
+        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, outputs, stop_signal)
     stop_signal.pass_on()
     return finished
 
