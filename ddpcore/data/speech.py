@@ -19,8 +19,8 @@ NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
 STAY = 0.75  # probability that a state lasts another frame: it lasts about four frames
 LATENT = 8  # most dimensions of the latent space
-SPREAD = 0.75  # standard deviation of the states' means in each dimension; that of the noise is 1
-CORRELATION = 0.5  # of the noise of a frame with that of the previous frame
+SPREAD = 0.75  # standard deviation of the states' means in each dimension; the noise has 1
+CORRELATION = 0.5  # of the noise of a frame with the noise of the previous frame
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,8 +58,8 @@ def landscape(
             target. It is NaN if the targets are no class numbers.
         plane: of the same model.
         x, y: coordinates, ascending, at least two each.
-        batch_norm: ``eval`` takes the model's running statistics at each point, ``batch`` those of each batch, and
-            ``recalibrate`` computes them again at each point from all batches.
+        batch_norm: ``eval`` takes the model's running statistics at each point, ``batch`` the statistics of each batch,
+            and ``recalibrate`` computes them again at each point from all batches.
         curvature: also the largest and the smallest eigenvalue of the Hessian at each point, for the map of
             ``|min / max|``; some tens of products a point.
         out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept. It has

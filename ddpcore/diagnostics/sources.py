@@ -54,18 +54,6 @@ class Source(Observer):
     def __init__(self, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
         self._config, self._record_buffer = config, record_buffer
 
-    def close(self) -> None:
-        """Stop measuring."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
-        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
-        raise NotImplementedError
-
     def _is_measured(self, step: int) -> bool:
         """Whether a step, counted from 0, gets a record."""
         return (step + 1) % self._config.every == 0
@@ -95,8 +83,8 @@ class LearnerStatistics(Source):
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
-    @override
     def close(self) -> None:
+        """Stop measuring."""
         if self in self._handle.observers:
             self._handle.observers.remove(self)
 
@@ -106,12 +94,12 @@ class LearnerStatistics(Source):
         weights_LP = learner.flat.param_LP
         return dynamics.directions(weights_LP, passes.average(learner, weights_LP)[0], learner.comm, num)
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
         return {"steps": self._steps, "num_skipped": self._num_skipped}
 
-    @override
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
         columns = list(order)
         self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
         self._num_skipped = state["num_skipped"]
@@ -322,17 +310,17 @@ class PassStatistics(Source):
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         self._begin_step()
 
-    @override
     def close(self) -> None:
+        """Stop measuring."""
         for handle in (self._hook, *self._handles):
             handle.remove()
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
         return {"step": self._step}
 
-    @override
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; there are no sums of single segments."""
         self._step = state["step"]
         self._begin_step()
 

@@ -105,8 +105,7 @@ def extreme_eigenvalues(
         chosen = [*range(num - 1, num - 1 - largest, -1), *range(smallest - 1, -1, -1)]
         values, rows = values[chosen], columns.T[chosen]
     else:
-        generator = torch.Generator().manual_seed(seed)
-        radius = float(abs(_quadrature(operator, 1, RADIUS_STEPS, generator)[0]).max())
+        radius = float(abs(spectral_density(operator, 1, RADIUS_STEPS, seed=seed).nodes).max())
         tops, rows = _arpack(operator, largest, "LA", radius, seed, tolerance, max_products)
         bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, tolerance, max_products)
         values, rows = np.concatenate([tops, bottoms]), np.concatenate([rows, more])
@@ -241,25 +240,20 @@ class SpectralDensity:
         return np.asarray(kernel @ self.weights.reshape(-1) / len(self.weights))
 
 
-def spectral_density(operator: Operator, num_probes: int, num_steps: int, *, seed: int) -> SpectralDensity:
-    """The density from ``num_probes`` random vectors, each with ``num_steps`` Lanczos steps, all orthogonalized again.
+def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> SpectralDensity:
+    """The density from ``num`` random vectors, each with ``steps`` Lanczos steps, all orthogonalized again.
 
-    It keeps ``num_probes * num_steps`` vectors of P elements.
+    It keeps ``num * steps`` vectors of P elements.
     """
-    nodes, weights = _quadrature(operator, num_probes, num_steps, torch.Generator().manual_seed(seed))
-    return SpectralDensity(nodes=nodes, weights=weights)
-
-
-def _quadrature(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
-    """Nodes and weights ``[num, M]`` of ``num`` random probes, from their Lanczos matrices."""
     with extra("train"):
         from scipy.linalg import eigh_tridiagonal  # noqa: PLC0415
     steps = min(steps, operator.numel)
     nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
+    generator = torch.Generator().manual_seed(seed)
     for probe, (diagonal, beside) in enumerate(zip(*_tridiagonal(operator, num, steps, generator), strict=True)):
         nodes[probe], columns = eigh_tridiagonal(diagonal, beside)
         weights[probe] = columns[0] ** 2
-    return nodes, weights
+    return SpectralDensity(nodes=nodes, weights=weights)
 
 
 def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Block
+from ddpcore.models.blocks import Block, Shape
 from ddpcore.options.typed import check_range
 
 
@@ -31,7 +31,7 @@ class ViT(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         patch_size: int = 4,

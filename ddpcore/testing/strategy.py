@@ -216,6 +216,6 @@ def _demand(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> Non
     worst = rows.max().item()
     if not worst <= tolerance:  # NaN too
         raise AssertionError(
-            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from those of virtual learners in one run: "
-            f"at most {tolerance:g} is allowed"
+            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from the {what} of virtual learners in one "
+            f"run: at most {tolerance:g} is allowed"
         )

@@ -36,13 +36,7 @@ class StepRecorder:
     ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
     yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
     each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
-    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
-    not of its start.
-
-    Args:
-        out: the folder of the run.
-        rank: of this process.
-        trainer: takes the steps.
+    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
@@ -126,9 +120,8 @@ class Loop:
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
-        steps: records every step; None without ``record_steps``.
         take_over: makes a writer in the first rank that is left, because the one that wrote has died.
-        joins: whether this rank has just joined, in the step that the others have just taken.
+        steps: records every step; None without ``record_steps``.
     """
 
     placement: LearnerPlacement
@@ -137,9 +130,8 @@ class Loop:
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
+    take_over: Callable[[], RunWriter]
     steps: StepRecorder | None = None
-    take_over: Callable[[], RunWriter | None] | None = None
-    joins: bool = False
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -149,15 +141,14 @@ class Loop:
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
         self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
+        self.joins = self.placement.joins  # until it has the progress of the step that the others have just taken
         self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
-        while self.joins or not (
-            trainer.num_steps >= self.total_steps or progress.diverged or self._has_reached_target()
-        ):
+        while self.joins or not self._is_over():
             if not self.joins:
                 try:
                     losses_L = trainer.step()
@@ -202,10 +193,11 @@ class Loop:
             self._writer = share_progress(self.comm, self.progress, self._writer, new)
             self.joins = False
 
-    def _has_reached_target(self) -> bool:
-        """Whether an evaluation has reached the config's target."""
+    def _is_over(self) -> bool:
+        """Whether all steps are taken, the run has diverged, or an evaluation has reached the config's target."""
         target, best = self.config.run.target, self.progress.best
-        return target is not None and best is not None and best["accuracy"] >= target
+        has_reached = target is not None and best is not None and best["accuracy"] >= target
+        return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
     def _write_rows(self, num_found: int = 0) -> None:
         """Write what happened since the last call, in the order of steps.
@@ -255,7 +247,7 @@ class Loop:
         for change in changes:
             if self._writer in change.lost:
                 self._writer = min(change.members)
-        if changes and self.writer is None and self.take_over is not None and self._writer == self.trainer.learners[0]:
+        if changes and self.writer is None and self._writer == self.trainer.learners[0]:
             self.writer = self.take_over()
         step = self.trainer.num_steps
         return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
@@ -381,11 +373,7 @@ class Loop:
         best = self.progress.best
         self.checkpoints.save(
             self.trainer.num_steps,
-            {
-                **state,
-                "progress": self.progress.state_dict(),
-                "statistics": self.measured.state_dict(),
-            },
+            {**state, "progress": self.progress.state_dict(), "statistics": self.measured.state_dict()},
             keep_last=self.config.run.keep_last,
             best=best["step"] if best is not None and self.config.run.keep_best else None,
         )
@@ -401,7 +389,7 @@ class Loop:
         """The time inside does not count as training."""
         if self.placement.device.type == "cuda":
             torch.cuda.synchronize()
-        self.progress.add_seconds(self.comm.now() - self._resumed_at)
+        self.progress.epoch_seconds += self.comm.now() - self._resumed_at
         yield
         self._resumed_at = self.comm.now()
         if self.steps is not None:

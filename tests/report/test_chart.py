@@ -65,7 +65,7 @@ def test_what_if() -> None:
 def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     recorded_steps[0].append({"step": 7, "compute": 1.0, "seconds": 1.0})  # rank 1 has not come so far
     (run,) = read_sources([make_run(steps=recorded_steps)]).runs
-    (section,) = timeline_sections([run], ["a run"])
+    (section,) = timeline_sections(run, "a run")
     means, waits = section.tables
     assert [row[:4] for row in means.rows] == [["0", "10", "5", "20"], ["1", "30", "5", "0"]]
     assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
