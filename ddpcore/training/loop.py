@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -169,7 +169,7 @@ class Loop:
                 loss, stop, num_found = progress.check(
                     self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
-                self._write_rows(num_found)
+                self._write_rows(num_found, self._changes())
                 self._show(loss)
                 if self.steps is not None:
                     self.steps.flush()
@@ -199,16 +199,17 @@ class Loop:
         has_reached = target is not None and best is not None and best["accuracy"] >= target
         return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
-    def _write_rows(self, num_found: int = 0) -> None:
+    def _write_rows(self, num_found: int, changes: Sequence[dict[str, Any]] = ()) -> None:
         """Write what happened since the last call, in the order of steps.
 
         Reading statistics waits for the device; a check of the loss has just done so.
 
         Args:
             num_found: gather at most so many numbers that are not finite from each rank; collective if it is not 0.
+            changes: rows of who has died.
         """
         found = self._collect(num_found) if num_found else []
-        rows = found + self._changes() + self.measured.new_rows()
+        rows = [*found, *changes, *self.measured.new_rows()]
         if self.writer is not None:
             for row in sorted(rows, key=lambda row: row["step"]):
                 self.writer.write(row)
@@ -311,7 +312,7 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.run.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
-        self._write_rows()  # also of a death in this evaluation
+        self._write_rows(0, self._changes())  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
