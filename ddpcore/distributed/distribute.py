@@ -67,6 +67,8 @@ def distribute(
     Raises:
         ValueError: the arguments do not fit together.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
         options: dict[str, Any] = {

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
+from ddpcore.distributed.alike import AlikeCheck
 from ddpcore.distributed.averaging import averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
@@ -69,6 +70,8 @@ class HookedDistributed(Distributed):
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._averaged = False  # whether a backward pass of this step has averaged gradients
+        self._has_average = False  # whether gradients of this step are an average
+        self._is_late = False  # whether a pass inside no_sync has added to that average
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
@@ -88,7 +91,8 @@ class HookedDistributed(Distributed):
         optimizer.register_step_post_hook(self._after_call)
 
     def _register_forward_hooks(self) -> None:
-        hook = _ForwardHook(self)
+        hook = self._forward_hook = _ForwardHook(self)
+        self._alike = AlikeCheck()
         self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
@@ -107,10 +111,12 @@ class HookedDistributed(Distributed):
             return
         paused, self._buckets.paused = self._buckets.paused, True
         self._averaged = True  # the caller asked for no average, so the step does not check it
+        before = self._buckets.num_paused
         try:
             yield
         finally:
             self._buckets.paused = paused
+            self._is_late |= self._has_average and self._buckets.num_paused != before
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -151,7 +157,7 @@ class HookedDistributed(Distributed):
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
         self._new_order = self._used = None
-        self._averaged = False
+        self._averaged = self._has_average = self._is_late = False
         self._weights.begin_step()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
@@ -217,7 +223,7 @@ class HookedDistributed(Distributed):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
-        self._averaged = True
+        self._averaged, self._has_average, self._is_late = True, True, False
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
         flat = self.learner.flat
@@ -276,8 +282,21 @@ class HookedDistributed(Distributed):
         strategy, learner = self.strategy, self.learner
         if closure is not None and not strategy.traits.takes_closure:
             raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
+        self._forward_hook.check_called()
         if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
             self._gradients.check_averaged(strategy.name)
+        if self._is_late:
+            raise RuntimeError(
+                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
+                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
+            )
+        if strategy.traits.acts_in_forward and not self._weights.num_passes and closure is None:
+            raise RuntimeError(
+                f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
+                "model.forward or a part of it"
+            )
+        if strategy.traits.stays_identical:
+            self._alike.check(learner)
         self._weights.check_parameters()
         self._check_optimized()
         self._gradients.check_alike()
@@ -295,7 +314,7 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _after_step(self) -> None:
         self.learner.step += 1
-        self._averaged = False
+        self._averaged = self._has_average = False
         self._weights.begin_step()
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
@@ -354,6 +373,7 @@ class _ForwardHook:
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
+        self._has_others = False  # whether any model but learner 0's was called so far
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         handle = self._handle()
@@ -362,12 +382,22 @@ class _ForwardHook:
         if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
+        self._has_others |= module is not handle.models[0]
         is_new = self._is_inside or not self._called or id(module) in self._called
         if is_new:
             self._called.clear()
         self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
+
+    def check_called(self) -> None:
+        """Raise RuntimeError before a step if a loop calls learner 0's model, and never those of the other learners."""
+        handle = self._handle()
+        if handle is not None and len(handle.models) > 1 and self._called and not self._has_others:
+            raise RuntimeError(
+                "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
+                "each of handle.models"
+            )
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """After a call of ``handle.model``, also after an error."""

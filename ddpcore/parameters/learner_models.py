@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ class LearnerModels(nn.Module):
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
         results = []
         for row, model in enumerate(self.models):
-            args, kwargs = tree_map_only(Tensor, itemgetter(row), (inputs, named_inputs))
+            args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
             results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
@@ -155,6 +154,13 @@ class LearnerModels(nn.Module):
             for buffer, value in buffers:
                 buffer.data.copy_(value)
         return min(seconds[True][1:]) < min(seconds[False][1:])
+
+
+def _row_of(tensor: Tensor, row: int) -> Tensor:
+    """The input of one learner, with a version of its own, because a first layer may change it in place."""
+    if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+        return tensor[row]
+    return tensor.data[row]
 
 
 class _Rows(torch.autograd.Function):

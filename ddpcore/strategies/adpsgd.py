@@ -146,6 +146,7 @@ class ADPSGD(Strategy):
         of_ranks = self.speeds is None
         return Traits(
             takes_closure=False,  # the gradient must be the one at v
+            acts_in_forward=True,
             waits=False,
             transports=("virtual", "shm", "pg") if of_ranks else ("virtual",),
             transports_because="" if of_ranks else "speeds is for virtual learners, and ranks are as fast as they are",

@@ -35,6 +35,7 @@ class Traits:
         stays_identical: all learners hold the same weights after every step.
         group: so many consecutive learners average their gradients in every step; 1: there are no groups.
         takes_closure: ``step(closure)`` may compute the gradient inside the step.
+        acts_in_forward: ``before_forward`` changes something, so each step needs a forward pass that the hook sees.
         fixed_layout: the parameters keep their order in the flat buffer, instead of the order of their gradients.
         waits: learners meet in each step that averages, so policies can average there, too.
         overlaps: weights are sent while the gradient is computed, so their exchange may cost no time.
@@ -51,6 +52,7 @@ class Traits:
     stays_identical: bool = False
     group: int = 1
     takes_closure: bool = True
+    acts_in_forward: bool = False
     fixed_layout: bool = False
     waits: bool = True
     overlaps: bool = False

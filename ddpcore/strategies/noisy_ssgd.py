@@ -40,10 +40,6 @@ class NoisySSGD(SSGD):
     """
 
     name: ClassVar[str] = "noisy_ssgd"
-    # The noise of an element depends on its position in the buffer.
-    traits: ClassVar[Traits] = Traits(
-        averages_gradients=True, stays_identical=True, takes_closure=False, fixed_layout=True
-    )
 
     def __init__(self, std: float = 0.01, *, seed: int = 0, where: str = "shared") -> None:
         super().__init__()
@@ -55,6 +51,17 @@ class NoisySSGD(SSGD):
 
     def __repr__(self) -> str:
         return f"NoisySSGD({self.std}, seed={self.seed}, where={self.where!r})"
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(
+            averages_gradients=True,
+            stays_identical=True,
+            takes_closure=False,
+            acts_in_forward=self.where == "per_learner",
+            fixed_layout=True,  # the noise of an element depends on its position in the buffer
+        )
 
     @override
     def plan(self, step: int) -> Plan:

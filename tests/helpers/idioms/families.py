@@ -288,3 +288,113 @@ def _mean_of_the_teacher(run: Run) -> None:
 
 
 add("the_mean_of_a_teacher", _mean_of_the_teacher)
+
+
+# ---- learners that must stay equal ----
+
+
+def _given_to_one(run: Run, give: Callable[[Run], Any], after: int = 2) -> None:
+    start(run)
+    train(run, steps=after)
+    if run.rank == 0:
+        give(run)
+    train(run, first=after, steps=4)
+
+
+def _no_momentum(run: Run) -> None:
+    state = run.optimizer.state_dict()
+    for one in state["state"].values():
+        one["momentum_buffer"] = torch.zeros_like(one["momentum_buffer"])
+    run.optimizer.load_state_dict(state)
+
+
+def _load_weights(run: Run) -> None:
+    run.models[0].load_state_dict({name: value * 0.5 for name, value in run.models[0].state_dict().items()})
+
+
+def _set(run: Run, key: str, value: float) -> None:
+    run.optimizer.param_groups[0][key] = value
+
+
+for key, value in {"lr": 0.03, "momentum": 0.5, "weight_decay": 0.1, "dampening": 0.2}.items():
+    add(
+        f"one_rank_has_another_{key}",
+        partial(_given_to_one, give=partial(_set, key=key, value=value)),
+        worlds=("ranks",),
+        refused={"ssgd": f"{key} of group 0 is [0-9.]+ on learner 0 and [0-9.]+ on learner 1, which must stay equal"},
+    )
+add(
+    "one_rank_has_another_schedule",
+    partial(_given_to_one, give=lambda run: torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5).step()),
+    worlds=("ranks",),
+    refused={"ssgd": "lr of group 0 is 0.05 on learner 0 and 0.1 on learner 1"},
+)
+add(
+    "one_rank_loads_a_state_of_the_optimizer",
+    partial(_given_to_one, give=_no_momentum),
+    worlds=("ranks",),
+    refused={"ssgd": "the weights of learner 1 differ from those of learner 0"},
+)
+add(
+    "one_learner_loads_weights",
+    partial(_given_to_one, give=_load_weights),
+    refused={"ssgd": "the weights of learner 1 differ from those of learner 0"},
+)
+
+
+def _last_pass_without_average(run: Run) -> None:
+    start(run)
+    for step in range(0, 2 * STEPS, 2):
+        run.optimizer.zero_grad()
+        inputs, labels = run.batch(step)
+        run.backward(run.loss(run.model(inputs), labels))
+        inputs, labels = run.batch(step + 1)
+        with run.no_sync():
+            run.backward(run.loss(run.model(inputs), labels))
+        run.step()
+
+
+add("no_sync_around_the_last_pass", _last_pass_without_average, refused={"ssgd": "came after the pass that averages"})
+
+
+def _middle_pass_without_average(run: Run) -> None:
+    """The last pass averages all that was accumulated."""
+    start(run)
+    run.optimizer.zero_grad()
+    for step, is_paused in enumerate([False, True, False]):
+        inputs, labels = run.batch(step)
+        if is_paused:
+            with run.no_sync():
+                run.backward(run.loss(run.model(inputs), labels))
+        else:
+            run.backward(run.loss(run.model(inputs), labels))
+    run.step()
+
+
+add("no_sync_around_the_middle_pass", _middle_pass_without_average)
+
+
+def _only_the_first_model(run: Run) -> None:
+    start(run)
+    inputs, _ = run.batch(0)
+    run.inner(inputs[0]).square().mean().backward()
+    run.step()
+
+
+add(
+    "the_model_in_place_of_the_handle",
+    _only_the_first_model,
+    worlds=("virtual",),
+    refused="only the model of learner 0",
+)
+
+
+def _changes_its_input(run: Run, vectorize: bool | None = None) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    run.distribute(model, sgd(model), **({"vectorize": vectorize} if run.world == "virtual" else {}))
+    train(run)
+
+
+add("the_first_layer_changes_its_input", _changes_its_input)
+add("the_first_layer_changes_its_input_in_turn", partial(_changes_its_input, vectorize=False))
