@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ddpcore.optim.batch import is_capturing
+from ddpcore.parameters.flat import FlatParameters
 from ddpcore.strategies.learner import Learner
 
 FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so many
-_SAMPLE = 256  # weights of each learner
+_SAMPLE = 256  # weights of each learner, and one of each small parameter
 
 
 class AlikeCheck:
@@ -20,11 +21,17 @@ class AlikeCheck:
 
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another state
     of its optimizer, or other options. Ranks compare in steps that all of them know, because a change on one rank tells
-    the others nothing. It takes one small ``gather``.
+    the others nothing. It takes one small ``gather`` after the average of gradients.
+
+    Attributes:
+        is_apart: whether a step had no average, because the loop asked for none. Weights may differ from then on.
     """
 
+    def __init__(self) -> None:
+        self.is_apart = False
+
     def check(self, learner: Learner) -> None:
-        """Compare the learners before a step. Collective.
+        """Compare the learners in a step. Collective.
 
         Raises:
             RuntimeError: an option of a group differs, or the weights do. Nothing was stepped.
@@ -34,8 +41,12 @@ class AlikeCheck:
             return
         options = _options(learner.optimizer)
         numbers = torch.tensor([value for _, value in options], dtype=torch.float64, device=flat.param_LP.device)
-        sums = _sums_of_bits(flat.param_LP)
-        everyone = learner.comm.gather(torch.cat([numbers.repeat(len(sums), 1), sums[:, None]], dim=1)).cpu()
+        sums = _sums_of_bits(flat)
+        apart = torch.full_like(sums, self.is_apart)
+        rows = torch.cat([numbers.repeat(len(sums), 1), torch.stack([sums, apart], dim=1)], dim=1)
+        everyone, apart = learner.comm.gather(rows).cpu().split([rows.shape[1] - 1, 1], dim=1)
+        if bool(apart.any()):
+            everyone[:, -1] = 0.0
         differs = (everyone != everyone[0]).any(dim=0).tolist()
         if not any(differs):
             return
@@ -49,7 +60,7 @@ class AlikeCheck:
         other = int((everyone[:, -1] != everyone[0, -1]).nonzero()[0])
         raise RuntimeError(
             f"the weights of learner {other} differ from those of learner 0, and their average of gradients cannot "
-            "bring them together: load states of model and optimizer, and change weights, on all learners alike"
+            "bring them together: load states and change weights on all alike (or traits.stays_identical is wrong)"
         )
 
 
@@ -68,9 +79,13 @@ def _number_of(value: Any) -> float:
     return float(value) if is_number else float(crc32(repr(value).encode()))
 
 
-def _sums_of_bits(weights_LP: Tensor) -> Tensor:
-    """``[L]``: sums of the bytes of some weights, each times its place."""
-    stride = weights_LP.shape[1] // _SAMPLE | 1  # odd, because each parameter begins at a multiple of 16
-    parts = weights_LP.detach()[:, ::stride].contiguous().view(torch.uint8).to(torch.float64)
-    places = torch.arange(1, 1 + parts.shape[1], dtype=torch.float64, device=parts.device)
-    return (parts * places).sum(dim=1)
+def _sums_of_bits(flat: FlatParameters) -> Tensor:
+    """``[L]``: sums of the bytes of some weights, each times its place. Padding between the weights does not count."""
+    stride = max(1, flat.numel // _SAMPLE)
+    places = [
+        torch.arange(one.offset, one.offset + one.numel, stride, dtype=torch.int64, device="cpu")
+        for one in flat.segments
+    ]
+    columns = torch.cat(places).to(flat.param_LP.device)
+    parts = flat.param_LP.detach()[:, columns].contiguous().view(torch.uint8).to(torch.float64)
+    return (parts * torch.arange(1, 1 + parts.shape[1], dtype=torch.float64, device=parts.device)).sum(dim=1)

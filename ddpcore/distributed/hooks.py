@@ -223,6 +223,8 @@ class HookedDistributed(Distributed):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
+        if not self._has_average and self.strategy.traits.stays_identical:
+            self._alike.check(self.learner)  # here, because all learners have just met
         self._averaged, self._has_average, self._is_late = True, True, False
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
@@ -295,8 +297,6 @@ class HookedDistributed(Distributed):
                 f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
                 "model.forward or a part of it"
             )
-        if strategy.traits.stays_identical:
-            self._alike.check(learner)
         self._weights.check_parameters()
         self._check_optimized()
         self._gradients.check_alike()
@@ -313,6 +313,7 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_step(self) -> None:
+        self._alike.is_apart |= not self._has_average
         self.learner.step += 1
         self._averaged = self._has_average = False
         self._weights.begin_step()
