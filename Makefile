@@ -51,7 +51,7 @@ bench: $(INSTALLED)
 # Without the tests marked slow: packages, the site, deaths of ranks, stress, and most cases of the oracle.
 SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(if $(SELECT),-m "$(SELECT)") $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
 # Exactly what CI runs: all tests. pytest stands last, so that its closing line is the last one.
 check: lint types cpp
