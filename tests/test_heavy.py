@@ -18,10 +18,8 @@ def test_each_file_of_the_list_exists_and_stands_once() -> None:
 
 def test_heavy_files_come_first() -> None:
     """Then those without an entry, in their order."""
-    light, (heaviest, *_, least) = (
-        ["test_a.py", "test_b.py"],
-        sorted(heavy.files(), key=heavy.files().__getitem__)[::-1],
-    )
+    light = ["test_a.py", "test_b.py"]
+    heaviest, *_, least = sorted(heavy.files(), key=heavy.files().__getitem__, reverse=True)
     items: list[Any] = [SimpleNamespace(path=heavy.TESTS / name) for name in (light[0], least, light[1], heaviest)]
     assert [one.path.name for one in heavy.first(items)] == [heaviest.split("/")[-1], least.split("/")[-1], *light]
 
