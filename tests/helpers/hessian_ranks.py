@@ -92,10 +92,10 @@ def samples(num: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def landscape_of(group: dist.ProcessGroup | None = None, out: Path | None = None) -> dict[str, np.ndarray]:
-    """20 points with eigenvalues, which ranks share."""
+    """Six points with eigenvalues, which ranks share."""
     model = noise_training.model_of().eval()
     data = DataLoss(model, F.cross_entropy, [samples(13)])
-    x, y = np.linspace(-1, 1, 5), np.linspace(0, 1, 4)
+    x, y = np.linspace(-1, 1, 3), np.linspace(0, 1, 2)
     plane = random_plane(model)
     return landscape(data, plane, x=x, y=y, curvature=True, group=group, out=out, vectorize=False).values
 
@@ -107,7 +107,7 @@ def resumed(rank: int) -> dict[str, np.ndarray]:
         if rank == 0:
             landscape_of(out=out)
             surface = read_surface(out)
-            surface.done.reshape(-1)[10:] = False
+            surface.done.reshape(-1)[3:] = False
             write_surface(out, surface)
         return landscape_of(dist.group.WORLD, out)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
+from helpers.each import each
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -79,7 +80,7 @@ def steps_in_a_layout(name: str, of_weight: str | None, of_gradient: str | None)
 
 
 @each_optimizer
-@pytest.mark.parametrize("of_weight", [None, *LAYOUTS])
+@each("of_weight", [None, *LAYOUTS])
 def test_a_step_ignores_the_layout(name, of_weight):
     for of_gradient in (None, *LAYOUTS, "expanded"):
         steps_in_a_layout(name, of_weight, of_gradient)
