@@ -56,7 +56,7 @@ test: $(INSTALLED) $(TOOLED)
 # Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much; what they say follows the tests.
 check: lint $(INSTALLED)
 	@tools/system_packages
-	@$(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
+	@mkdir -p build; $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
 	  $(MAKE) --no-print-directory test SELECT=; tests=$$?; \
 	  wait $$others; others=$$?; cat build/check.txt; \
 	  [ $$tests = 0 ] || echo "the tests failed: see above, before mypy"; \
