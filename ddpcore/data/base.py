@@ -198,7 +198,7 @@ class Dataset:
 
     def with_random_labels(self, seed: int = 0) -> Dataset:
         """Replace the training labels by uniformly random ones: a model can only memorize (Zhang et al. 2017)."""
-        labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1))
+        labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1), device="cpu")
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))
 
 

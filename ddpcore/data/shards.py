@@ -225,7 +225,7 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
     each = batches.samples_per_learner
     if batches.sampler == "distributed":
         generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(samples, generator=generator).numpy()
+        order = torch.randperm(samples, generator=generator, device="cpu").numpy()
         # np.resize appends entries from the beginning, or shortens.
         return np.resize(order, each * learners).reshape(each, learners).T
     parts = permutation(samples, seed)[: each * learners].reshape(learners, each)

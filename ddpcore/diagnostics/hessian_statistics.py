@@ -167,7 +167,7 @@ class HessianStatistics(Observer):
             return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
             unknown = np.full(self.top + 1, np.nan)
-            vectors_kP = torch.zeros(self.top, operator.numel).to(operator.like)
+            vectors_kP = torch.zeros(self.top, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
             return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _record(

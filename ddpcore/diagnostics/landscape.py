@@ -220,7 +220,7 @@ class _Points:
         with self.weights.at(row_P), as_it_was(model, row_P.device):
             if self.batch_norm == "recalibrate":
                 self._recalibrate()
-            sums = torch.zeros(2, dtype=torch.float64)
+            sums = torch.zeros(2, dtype=torch.float64, device="cpu")
             for share, inputs, targets in data.weighted():
                 outputs = data.outputs(inputs)
                 loss = data.loss_fn(outputs, targets).double()
@@ -238,7 +238,7 @@ class _Points:
         data, model = self.data, self.data.model
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))
-        sums = torch.zeros(2, len(rows), dtype=torch.float64)
+        sums = torch.zeros(2, len(rows), dtype=torch.float64, device="cpu")
         for share, inputs, targets in data.weighted():
             arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
 
@@ -269,7 +269,7 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor:
     Classes are along dimension 1, as in ``torch.nn.functional.cross_entropy``.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return torch.tensor(float("nan"), dtype=torch.float64)
+        return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
     shape = (*outputs.shape[:1], *outputs.shape[2:])
     if targets.is_floating_point() or outputs.dim() < 2 or outputs.shape[1] < 2 or targets.shape != shape:
         return torch.tensor(float("nan"), dtype=torch.float64, device=outputs.device)

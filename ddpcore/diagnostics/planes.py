@@ -124,7 +124,9 @@ def _filter_normalized(weights: WeightVector, still: AbstractSet[int], generator
     row_P = torch.zeros_like(weights.values_P)
     views = zip(weights.parameters, weights.views(row_P), weights.views(weights.values_P), strict=True)
     for parameter, view, own in views:
-        drawn = torch.randn(own.shape, generator=generator, device="cpu").to(own)  # also for those that do not move
+        drawn = torch.randn(own.shape, generator=generator, device="cpu", dtype=torch.float32).to(
+            own
+        )  # also for those that do not move
         if own.dim() > 1 and id(parameter) not in still:
             norms = [slices.flatten(1).norm(dim=1) for slices in (own, drawn)]
             factors = norms[0] / norms[1].clamp(min=torch.finfo(own.dtype).tiny)

@@ -181,7 +181,7 @@ class LearnerStatistics(Source):
             mean_P = passes.average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
         full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
         self._add_products(learner, result, own_P, mean_P, full_P)
-        result.hessian = torch.zeros(()) if config.hessian else None
+        result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
     def _measure_different(self, learner: Learner, result: Measured, random: RandomState | None) -> _Sums:
         """Measure learners with different weights; returns the squared norms of this step's gradients."""

@@ -263,7 +263,10 @@ def _agree(
 
 def _trained(model: nn.Module) -> Tensor:
     """A trained parameter. FlatParameters refuses a model of two dtypes or devices, or without trained parameters."""
-    return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
+    return next(
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        torch.zeros(0, dtype=torch.float32, device="cpu"),
+    )
 
 
 @torch.no_grad()

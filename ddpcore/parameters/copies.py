@@ -92,7 +92,7 @@ def _memo_of(model: nn.Module) -> dict[int, Any]:
     for module in model.modules():
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
-                memo[id(tensor)] = torch.empty(0)
+                memo[id(tensor)] = torch.empty(0, dtype=torch.float32, device="cpu")
             elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
                 memo[id(tensor)] = tensor.data.clone()
     return memo

@@ -43,7 +43,7 @@ class LearnerModels(nn.Module):
         self.models = nn.ModuleList(models)
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
-        self._token = torch.zeros((), requires_grad=True)
+        self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         self.vectorize = vectorize
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:

@@ -47,7 +47,7 @@ class PushSum(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         check_mixable(self.name, dtype, "quotients are")
         self.topology.validate(num_learners, push_sum=True)
-        self._push_weights = torch.ones(num_learners, dtype=torch.float64)
+        self._push_weights = torch.ones(num_learners, dtype=torch.float64, device="cpu")
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -81,7 +81,7 @@ class PushSum(Strategy):
         old = self._push_weights
         assert old is not None
         held = [1.0 if number is None else float(old[number]) for number in before]
-        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64)
+        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64, device="cpu")
         self._share_mean = learner.share_mean = float(self._push_weights.mean())
 
     def _held(self, learner: Learner) -> Tensor:

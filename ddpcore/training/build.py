@@ -381,7 +381,7 @@ def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float
     """
     num_samples = max(1, config.data.batch_size // (num_ranks * config.data.accumulation))
     dtype = torch.int64 if dataset.has_tokens else torch.float32
-    inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype)
+    inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype, device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(config, dataset, torch.device("cpu")).eval()
         products = 2 * sum(parameter.numel() for parameter in model.parameters())  # of most models the least

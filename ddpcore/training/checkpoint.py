@@ -84,7 +84,7 @@ class Checkpoints:
             self._clean_up()
             partial.mkdir(parents=True)
         if self.comm is not None:
-            self.comm.gather(torch.zeros(1, 1))
+            self.comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
         elif self.num_ranks > 1:
             barrier(f"the checkpoint of step {step}")
         if self.members != members:
@@ -110,7 +110,9 @@ class Checkpoints:
         """The digests of all ranks that are left."""
         if self.comm is not None:
             text = json.dumps(digests).ljust(_DIGEST_BYTES).encode()
-            return [json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)]))]
+            return [
+                json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)], device="cpu"))
+            ]
         everyone = [digests] * self.num_ranks
         if self.num_ranks > 1:
             with Call(default_group(None), "a checkpoint"):

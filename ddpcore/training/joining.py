@@ -72,7 +72,7 @@ def share_progress(comm: Communicator, progress: Progress, writer: int, new: int
         The id of the rank that writes.
     """
     text = json.dumps({"writer": writer, **progress.shared()}).encode()
-    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8))
+    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
     if comm.member != new:
         return writer
     assert comm.membership is not None

@@ -221,10 +221,10 @@ class Loop:
         learner whose gradients are not finite takes no step.
         """
         found, names = self.trainer.handle.nonfinite, [name for name, _ in self.trainer.module.named_parameters()]
-        mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64)
+        mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64, device="cpu")
         for index, one in enumerate(found):
             learner = -1 if one.learner is None else one.learner
-            mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)])
+            mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)], device="cpu")
         found.clear()
         everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
         events = [
@@ -360,7 +360,9 @@ class Loop:
         members, state = self.checkpoints.members, self.trainer.state_dict()
         if not self.config.run.save_nonfinite:
             is_bad = not is_finite(tensors_of(state))
-            bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
+            bad_L = torch.full(
+                (len(self.comm.learners),), float(is_bad), device=self.placement.device, dtype=torch.float32
+            )
             if bool(self.comm.gather(bad_L).any()):
                 if self.writer is not None:
                     self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
@@ -382,7 +384,9 @@ class Loop:
 
     def _num_found(self) -> int:
         """The largest number of events of one rank that are not written yet. Collective."""
-        found_L = torch.full((len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)))
+        found_L = torch.full(
+            (len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)), dtype=torch.float32, device="cpu"
+        )
         return int(self.comm.gather(found_L.to(self.placement.device)).max())
 
     @contextmanager

@@ -176,7 +176,7 @@ def _train(
         if loop.writer is not None:
             remove_address(out)
     if comm is not None:  # only those that are left can wait for each other
-        comm.gather(torch.zeros(1, 1))
+        comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     else:
         placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
