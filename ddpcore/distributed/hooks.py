@@ -66,7 +66,6 @@ class HookedDistributed(Distributed):
         if isinstance(optimizer, FusedOptimizer):
             self._weight_step = optimizer.bind(learner.flat)
         self.observers: list[Observer] = []
-        self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._averaged = False  # whether a backward pass of this step has averaged gradients
@@ -136,14 +135,12 @@ class HookedDistributed(Distributed):
     @override
     def state_dict(self) -> dict[str, Any]:
         names = self.learner.flat.names
-        used = None if self._used is None else [n for n, used in zip(names, self._used, strict=True) if used]
         return {
             "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
             "layout": list(names),
             "learners": [model.state_dict() for model in self.models[1:]],
-            "used": used,
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
@@ -156,13 +153,11 @@ class HookedDistributed(Distributed):
         self.check_state(state)
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
-        self._new_order = self._used = None
+        self._new_order = None
         self._averaged = self._has_average = self._is_late = False
         self._weights.begin_step()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
-        if state["used"] is not None:
-            self._used = [name in state["used"] for name in flat.names]
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, state["strategy"])
         self._state_sync.load_state_dict(state["policies"])
@@ -228,39 +223,38 @@ class HookedDistributed(Distributed):
         self._averaged, self._has_average, self._is_late = True, True, False
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
-        flat = self.learner.flat
-        seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
-        if self._used is None:
-            self._agree(order, seen)
-        assert self._used is not None
-        for index, parameter in enumerate(flat.parameters):
-            segment = index % len(flat.segments)
-            if self._used[segment] and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # another learner has a gradient, so this one steps too
-            elif self._used[segment] and index not in seen and bool(flat.grad_views[index].any()):
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]} is frozen here and has a gradient on another learner: freeze it "
-                    "on all of them in the same step"
-                )
-            elif index in seen and not self._used[segment]:
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
-                    "on any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
-                )
+        if not self._laid_out and self._new_order is None:
+            self._new_order = self._agreed(order)
+        self._give_averages()
         self._gradients.note_all()
 
-    def _agree(self, order: list[int], seen: set[int]) -> None:
-        """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
+    def _give_averages(self) -> None:
+        """Give the average to learners that have no gradient of a parameter, if another learner has one.
+
+        A parameter that no learner used in this step keeps None, so that no optimizer steps it.
+        """
+        flat = self.learner.flat
+        missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
+        if not missing:
+            return
+        is_given = torch.stack([flat.grad_views[index].any() for index in missing]).tolist()  # one wait for the device
+        for index, given in zip(missing, is_given, strict=True):
+            parameter = flat.parameters[index]
+            if given and not parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {flat.names[index % len(flat.segments)]} is frozen here and has a gradient on another "
+                    "learner: freeze it on all of them in the same step"
+                )
+            if given:
+                parameter.grad = flat.grad_views[index]
+
+    def _agreed(self, order: list[int]) -> list[int]:
+        """Rank 0's order of gradients, for the buckets. Collective."""
         flat, comm = self.learner.flat, self.learner.comm
-        num = len(flat.segments)
-        complete = order + sorted(set(range(num)).difference(order))
-        rows = flat.param_LP.shape[0]
-        mask = torch.zeros(rows * num, dtype=torch.int64, device=flat.param_LP.device)
-        mask[list(seen)] = 1
-        self._used = comm.gather(mask.view(rows, num)).any(dim=0).tolist()
-        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
+        complete = order + sorted(set(range(len(flat.segments))).difference(order))
+        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
         comm.broadcast_(agreed)
-        self._new_order = None if self._laid_out else agreed[0].tolist()
+        return list(map(int, agreed[0].tolist()))
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._step_calls.begin(sys._getframe(1)):
@@ -305,7 +299,7 @@ class HookedDistributed(Distributed):
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
-            self._new_order = None
+            self._new_order, self._laid_out = None, True
         for observer in self.observers:
             observer.before_step(learner)
         with self._span("before_step"):
@@ -353,8 +347,6 @@ class HookedDistributed(Distributed):
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
-        if self._used is not None:
-            self._used = [self._used[index] for index in order]
         if self._buckets is not None:
             self._buckets.rebuild()
 

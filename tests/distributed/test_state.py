@@ -118,7 +118,7 @@ def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
 
 
 def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:
-    """The set of used parameters is part of the state: after a restart an unused one still gets a zero gradient."""
+    """After a restart, too, a parameter that nobody uses has no gradient."""
     ends = []
     for restart in (False, True):
         torch.manual_seed(0)
