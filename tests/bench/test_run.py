@@ -158,6 +158,7 @@ def test_rows_without_ddp_have_no_ratio() -> None:
     assert rows[0]["exposed_comm_ms"] is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     """Rank 0 is killed in dpsgd's 13th step: the others finish all strategies, and the table says who is left."""
     words = [sys.executable, "-c", "from helpers.bench_death import main; main()", str(tmp_path)]

@@ -44,8 +44,7 @@ def test_training_has_the_same_bits(strategy: str) -> None:
     assert all(record["problem"] is None for record in watched["records"])
 
 
-@pytest.mark.parametrize("transport", ["pg", "shm"])
-@pytest.mark.parametrize("strategy", training.STRATEGIES)
+@pytest.mark.parametrize(("strategy", "transport"), training.RUNS)
 def test_real_ranks_say_what_virtual_learners_say(strategy: str, transport: str, real: list[dict[Any, Any]]) -> None:
     virtual = virtual_learners(strategy)
     for rank, one in enumerate(real):

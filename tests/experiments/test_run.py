@@ -101,6 +101,7 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
     assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1), ("ssgd", 0)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a row: the resumed run ends with the numbers of an undisturbed one."""
     words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
@@ -219,6 +220,7 @@ def permitted() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_and_ranks_that_are_killed(tiny: Path, tmp_path: Path) -> None:
     """A row that fails on its ranks is recorded; one that loses a rank resumes and ends with the undisturbed result."""
     text = tiny.read_text()

@@ -115,6 +115,7 @@ def test_over_gloo_threads_end_with_the_last_rank(outcome: Callable[..., Outcome
     assert outcome(trials.ends, 3) == [(0, "ended\n")] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "allowed"),
     [

@@ -29,6 +29,7 @@ def test_virtual_learners_and_resume(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_ranks_as_a_user_starts_them(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "ddpcore", "train", "--world-size", "2", "--out", str(tmp_path / "run"), *RUN]
     done = subprocess.run(line, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=300)
