@@ -1,6 +1,6 @@
 # make install | bench | test | check | check-sanitizers | fuzz | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
-#   make bench ARGS="model=mlp"              any flags of python -m ddpcore.bench
+#   make bench ARGS="model=mlp"              any flags of ddpcore bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
 #   make bench PYTHON=/path/to/python          use an environment that already has torch; downloads nothing
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench buckets``: sizes, rows, recommendations, errors and its JSON file."""
+"""``ddpcore bench buckets``: sizes, rows, recommendations, errors and its JSON file."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_rank_of_torchrun_names_itself(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert bench.main([command, "--world-size", "0"]) == 2
-    assert capsys.readouterr().err == f"ddpcore.bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
+    assert capsys.readouterr().err == f"ddpcore bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
 
 
 def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:

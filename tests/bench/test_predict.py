@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench predict``: transfers to predictions, refusals, and a small run."""
+"""``ddpcore bench predict``: transfers to predictions, refusals, and a small run."""
 
 from __future__ import annotations
 
