@@ -216,7 +216,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [(row["bucket_mb"], row["same_buckets_mb"], row["num_buckets"]) for row in large] == [
             (10, [25, None], 1)
         ], "beyond the model all sizes are one bucket"
-    assert done.stdout.splitlines()[-1].startswith("recommended: ddp ")
+    lines = done.stdout.splitlines()
+    assert lines[-2].startswith("recommended: ddp ") and lines[-1] == "wrote out.json"
     assert len(result["environment"]["notes"]) == 2
     assert result["environment"]["notes"][0] in done.stdout
     assert [one["strategy"] for one in result["recommended"]] == ["ddp", "ssgd"]
