@@ -83,6 +83,8 @@ cpp: $(READY)
 
 # The documentation site. A warning is an error.
 docs: $(TOOLED)
+	@$(PY) -c 'import sphinx, myst_parser, furo' || \
+	  { echo "ddpcore: $(PY) lacks what the line above names: pip install '.[docs]', or run make docs without PYTHON="; exit 2; }
 	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
