@@ -140,11 +140,8 @@ class LocalSGD(SSGD):
         self.switch_step = switch_step
         self.outer = outer
         # All ranks must have the same: of a function only the name could be compared.
-        self.outer_options = (
-            None
-            if outer is None
-            else describe(outer([torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")]))
-        )
+        probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
+        self.outer_options = None if outer is None else describe(outer([probe]))
         self.topology = topology
         self.fragments = fragments
         self.overlap = overlap
