@@ -124,7 +124,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert set(row) == ROW
         assert row["predicted_ms"] > 0
         assert row["measured_ms"]["p50"] > 0
-    lines = done.stdout.splitlines()
+    *lines, last = done.stdout.splitlines()
+    assert last == "wrote out.json"
     assert lines[-2].startswith("prediction error: median ")
     assert lines[-1].startswith("will it pay: a step of ")
     assert all(part > 0 for part in result["compute_ms"].values())
