@@ -266,5 +266,6 @@ def _check_same(operation: Operation, digests: list[int]) -> None:
     if len(set(digests)) > 1:
         raise RuntimeError(
             f"{_MISMATCH}, this one {operation.what}: all ranks must call the same in the same order, so run a pass of "
-            "one rank alone under torch.no_grad()"
+            "one rank alone under torch.no_grad(), and evaluation_model(), consensus_distance() and load_state_dict() "
+            "on all ranks"
         )

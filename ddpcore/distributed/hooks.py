@@ -277,7 +277,10 @@ class HookedDistributed(Distributed):
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
         if closure is not None and not strategy.traits.takes_closure:
-            raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
+            raise RuntimeError(
+                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning set "
+                "automatic_optimization = False"
+            )
         self._forward_hook.check_called()
         if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
             self._gradients.check_averaged(strategy.name)
