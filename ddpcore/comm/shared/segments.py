@@ -213,20 +213,7 @@ class SegmentCommunicator(Communicator):
     def _allocate(self, num_bytes: int) -> dict[int, Tensor]:
         """Allocate a buffer of zeros on each rank, and return the buffers by rank, ascending. Collective."""
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
-        num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
-        own, handle = self._memory.allocate(num_bytes)
-        number = self._coordinator.arrive(f"the allocation of {num_bytes} bytes", handle)
-        self._coordinator.await_arrived(self.ranks, number)
-        views = dict.fromkeys(self.ranks, own)
-        for rank in self._coordinator.others:
-            handle = self._coordinator.handle_of(rank)
-            try:
-                views[rank] = self._memory.open(self._coordinator.pids[rank], handle, num_bytes)
-            except (OSError, ValueError) as error:  # the rank died after it arrived
-                self._coordinator.fail_to_read(rank, number, error)
-        self._coordinator.finish(number)
-        self._coordinator.await_finished(number)
-        return views
+        return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
     def _note_used(self) -> None:
         """Mark the snapshots that were handed out as used: a mixture is used before the next exchange starts."""
