@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.agreement import first_difference
-from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.groups import Fact, at, check_has_average, size_of
 from ddpcore.comm.membership import Membership
@@ -272,7 +272,7 @@ class _ElasticAverage(Work):
         self._comm._fabric.done(self._operation)
 
 
-class _ElasticExchange(PeerExchange):
+class _ElasticExchange(Exchange):
     def __init__(self, comm: ElasticCommunicator, operation: Operation) -> None:
         super().__init__((comm._fabric.rank,), lambda _: self._round)
         self._comm, self._operation = comm, operation

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
@@ -140,7 +140,7 @@ class MixedCommunicator(Communicator):
             self._near.fail(str(error))
 
 
-class _MixedExchange(PeerExchange):
+class _MixedExchange(Exchange):
     def __init__(
         self, comm: MixedCommunicator, weights_LP: Tensor, round_: Round, near: Exchange, far: Exchange
     ) -> None:

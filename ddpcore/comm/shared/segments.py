@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
@@ -262,7 +262,7 @@ class SegmentCommunicator(Communicator):
                 piece.copy_(staged[self.rank])
 
 
-class _SnapshotExchange(PeerExchange):
+class _SnapshotExchange(Exchange):
     def __init__(self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: Slot) -> None:
         super().__init__(comm.learners, lambda _: round_)
         self._comm, self._number, self._weights, self._round, self._snapshot = comm, number, weights, round_, snapshot
