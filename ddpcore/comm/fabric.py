@@ -177,8 +177,7 @@ class SharedMemoryFabric(Fabric):
         super().__init__(roll)
         self._coordinator, self._memory = coordinator, HostMemory()
         self.address, self.waited = tuple(coordinator.address), coordinator.waited
-        self._areas: dict[int, Slots] = {}  # by size
-        self._read: list[Slot] = []  # whose rows are read before the next operation begins
+        self._areas = Slots()
         self._own: Slot | None = None  # where weights lie that are exchanged in place
         self.description = "shared memory of one host"
 
@@ -202,17 +201,14 @@ class SharedMemoryFabric(Fabric):
     @override
     def admit(self, one: int, address: Any, members: Members) -> None:
         self._coordinator.admit(one, ControlAddress(*address))
-        self._areas.clear()  # the new rank has none of them, so all ranks allocate new ones when they need them
+        self._areas = Slots()  # the new rank has no old ones, so all ranks allocate new ones when they need them
         self._own = None
-        self._read.clear()
         self.take(self.rank, members)
 
     @override
     def begin(self, operation: Operation) -> None:
         row = operation.row.view(torch.uint8)
-        for area in self._read:
-            area.used = self._coordinator.num_operations
-        self._read.clear()
+        self._areas.note_used(self._coordinator.num_operations)
         mine = self._own if operation.in_place else None
         is_there = mine is not None and mine.views[self.rank].data_ptr() == row.data_ptr()
         area = mine if mine is not None and is_there else self._free_area(row.numel())
@@ -237,7 +233,7 @@ class SharedMemoryFabric(Fabric):
 
     @override
     def done(self, operation: Operation) -> None:
-        self._read.append(operation.place[0])
+        self._areas.hand_out(operation.place[0])
 
     @override
     def next_row(self, operation: Operation) -> Tensor | None:
@@ -249,10 +245,11 @@ class SharedMemoryFabric(Fabric):
     def _free_area(self, num_bytes: int) -> Slot:
         """An area that no rank reads."""
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
-        return self._areas.setdefault(size, Slots()).take(
+        return self._areas.take(
+            size,
             self._coordinator.num_operations,
             lambda num: self._new_areas(size, num),
-            lambda slot: self._coordinator.await_passed(self.members, slot.used or 0, may_die=True),
+            lambda _, number: self._coordinator.await_passed(self.members, number, may_die=True),
         )
 
     def _new_areas(self, size: int, num: int) -> list[Slot]:

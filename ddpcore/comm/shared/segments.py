@@ -86,7 +86,7 @@ class SegmentCommunicator(Communicator):
         self._averages = self._averages_of(self._coordinator, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
-        self._snapshots: dict[_Kind, Slots] = {}
+        self._snapshots = Slots()
         self._next: dict[_Kind, Slot] = {}  # where weights lie between two exchanges in place
 
     @property
@@ -146,21 +146,21 @@ class SegmentCommunicator(Communicator):
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if len(self.ranks) == 1:
-            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
-        self._note_used()
-        snapshot = self._free_snapshot(weights)
-        return _SnapshotExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+        return self._exchange(weights_LP, topology, step, in_place=False)
 
     @override
     def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(weights_LP, topology, step, in_place=not weights_LP.is_cuda)
+
+    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if len(self.ranks) == 1 or weights.is_cuda:
-            return self.exchange(weights_LP, topology, step)
-        self._note_used()
-        snapshot = self._next.pop(_kind_of(weights), None) or self._free_snapshot(weights)
-        return _InPlaceExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+        self._snapshots.note_used(self._coordinator.num_operations)
+        if len(self.ranks) == 1:
+            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
+        mine = self._next.pop(_kind_of(weights), None) if in_place else None
+        snapshot = mine or self._free_snapshot(weights)
+        make = _InPlaceExchange if in_place else _SnapshotExchange
+        return make(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -215,20 +215,13 @@ class SegmentCommunicator(Communicator):
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
-    def _note_used(self) -> None:
-        """Mark the snapshots that were handed out as used: a mixture is used before the next exchange starts."""
-        for snapshots in self._snapshots.values():
-            for one in snapshots.known:
-                if one.is_handed_out:
-                    one.is_handed_out, one.used = False, self._coordinator.num_operations
-
     def _free_snapshot(self, like: Tensor) -> Slot:
         """A snapshot that no rank reads. Without one, all ranks make a new one."""
-        coordinator = self._coordinator
-        return self._snapshots.setdefault(_kind_of(like), Slots()).take(
-            coordinator.num_operations,
+        return self._snapshots.take(
+            _kind_of(like),
+            self._coordinator.num_operations,
             lambda num: [self._new_snapshot(like) for _ in range(num)],
-            lambda slot: coordinator.await_passed(slot.readers, slot.used or 0),
+            lambda slot, number: self._coordinator.await_passed(slot.readers, number),
         )
 
     def _new_snapshot(self, like: Tensor) -> Slot:
@@ -270,12 +263,12 @@ class _SnapshotExchange(Exchange):
     @override
     def received(self) -> Mapping[int, Tensor]:
         self._comm._coordinator.await_arrived(self._round.sources, self._number)
-        self._snapshot.is_handed_out = True
+        self._comm._snapshots.hand_out(self._snapshot)
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
     def abandon(self) -> None:
-        self._snapshot.is_handed_out = True
+        self._comm._snapshots.hand_out(self._snapshot)
 
 
 class _InPlaceExchange(_SnapshotExchange):
