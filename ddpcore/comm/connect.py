@@ -168,7 +168,7 @@ def find_run(store: dist.Store, device: torch.device, timeout: float) -> Elastic
     run = roll.wait_for("run")
     fabric: Fabric
     if run["kind"] == "shm":
-        fabric = SharedMemoryFabric(roll, coordination.Coordinator.of_newcomer(timeout))
+        fabric = SharedMemoryFabric(roll, coordination.Coordinator(None, timeout))
     else:
         fabric = ProcessGroupFabric(roll, run["kind"], device)
     return ElasticCommunicator(fabric, first=run["first"])

@@ -113,9 +113,8 @@ class Membership:
             self._known[key] = topology, redrawn(topology, num, push_sum=push_sum)
         return self._known[key][1]
 
-    def round(self, topology: Topology, step: int, member: int, members: tuple[int, ...] | None = None) -> Round:
-        """The round of a member by ids. One that is no member is idle."""
-        members = self.members if members is None else members
+    def round(self, topology: Topology, step: int, member: int, members: tuple[int, ...]) -> Round:
+        """The round of a member by ids, over these members. One that is no member is idle."""
         if member not in members:
             return Round(1.0, (), (), ())
         drawn = self.topology(topology, len(members))

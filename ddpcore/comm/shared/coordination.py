@@ -59,33 +59,50 @@ class Coordinator:
     """Coordinates the ranks of a group on one host. The constructor is collective.
 
     Args:
-        group: an initialised process group, used only by the constructor.
+        group: an initialised process group, used only by the constructor; None for a rank that joins later. It has no
+            number before :meth:`join`.
         timeout: seconds that a living rank may let the others wait.
         ids: the number of each rank here; None: as in the group.
         among: the numbers of those ranks of the group that this rank coordinates with; None: all.
 
     Raises:
         Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
+        OSError: without a group: there is no memory.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         timeout: float,
         ids: Sequence[int] | None = None,
         among: Sequence[int] | None = None,
     ) -> None:
-        self.num_ranks = dist.get_world_size(group)
-        ids = range(self.num_ranks) if ids is None else ids
-        self._begin(ids[dist.get_rank(group)], timeout)
+        self._descriptors: dict[int, int] = {}  # of the control files, by rank
+        self._controls: dict[int, mmap.mmap] = {}
+        self._flags: dict[int, Any] = {}
+        self.pids: dict[int, int] = {}
+        self.rank, self.timeout = -1, timeout
+        self.others: list[int] = []
+        self.num_operations = 0
+        self.waited: dict[int, float] = {}  # seconds
+        self._fault = ""
+        self.address = ControlAddress(host_id(), os.getpid(), -1, secrets.token_bytes(16).hex())
+        if group is None:
+            self._create()
+        else:
+            ids = range(dist.get_world_size(group)) if ids is None else ids
+            self._meet_group(group, ids, ids if among is None else among)
+
+    def _meet_group(self, group: dist.ProcessGroup, ids: Sequence[int], among: Sequence[int]) -> None:
+        self.rank = ids[dist.get_rank(group)]
         why = ""
         try:
             self._create()
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        addresses = gather_objects(group, self.address, "the set-up of shared memory", timeout)
-        known = dict(zip(ids, addresses, strict=True))
-        known = known if among is None else {rank: known[rank] for rank in among}
+        addresses = gather_objects(group, self.address, "the set-up of shared memory", self.timeout)
+        everyone = dict(zip(ids, addresses, strict=True))
+        known = {rank: everyone[rank] for rank in among}
         hosts = {other.host for other in known.values()}
         if len(hosts) > 1 and not why:
             why = f"the {len(known)} ranks are on {len(hosts)} hosts"
@@ -94,31 +111,11 @@ class Coordinator:
                 self.meet(known)
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        answers = gather_objects(group, why, "the set-up of shared memory", timeout)
+        answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
         reasons = [reason for reason in answers if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
-
-    def _begin(self, rank: int, timeout: float) -> None:
-        self._descriptors: dict[int, int] = {}  # of the control files, by rank
-        self._controls: dict[int, mmap.mmap] = {}
-        self._flags: dict[int, Any] = {}
-        self.pids: dict[int, int] = {}
-        self.rank, self.timeout = rank, timeout
-        self.others: list[int] = []
-        self.num_operations = 0
-        self.waited: dict[int, float] = {}  # seconds
-        self._fault = ""
-        self.address = ControlAddress(host_id(), os.getpid(), -1, secrets.token_bytes(16).hex())
-
-    @classmethod
-    def of_newcomer(cls, timeout: float) -> Coordinator:
-        """The coordinator of a rank that joins later. It has no number before :meth:`join`. OSError: no memory."""
-        made = cls.__new__(cls)
-        made._begin(-1, timeout)
-        made._create()
-        return made
 
     def join(self, rank: int, addresses: Mapping[int, ControlAddress], num_operations: int) -> None:
         """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""

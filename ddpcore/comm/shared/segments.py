@@ -77,7 +77,7 @@ class SegmentCommunicator(Communicator):
         self._group, self._timeout = group, timeout
         self._coordinator = Coordinator(group, timeout, among=among)
         self._memory = memory
-        self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
+        self.rank, self.num_learners = self._coordinator.rank, dist.get_world_size(group)
         self.learners = (self.rank,)
         self.ranks = range(self.num_learners) if among is None else among
         self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
