@@ -102,6 +102,12 @@ class HookedDistributed(Distributed):
         """The learners' models: one on a rank, one per virtual learner."""
         return self.learner.models
 
+    @override
+    def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+        if isinstance(self.model, LearnerModels):
+            return self.model.split(*tensors, at_once=at_once)
+        return super().split(*tensors)
+
     @contextmanager
     @override
     def no_sync(self) -> Iterator[None]:
@@ -375,6 +381,9 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
+        if isinstance(module, LearnerModels) and module.rows.start:
+            self._is_inside = True  # in a loop over split(), which is one pass
+            return
         if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)

@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError) as error:
         code, message = 2, str(error)
+    except MemoryError as error:
+        code, message = 1, str(error)
     except launch.RankFailed as error:
         code, message = 1, str(error).splitlines()[-1]
     except RuntimeError as error:  # of a rank that joins
