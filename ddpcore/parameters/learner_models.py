@@ -49,11 +49,15 @@ class LearnerModels(nn.Module):
         self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
         self.vectorize = vectorize
 
+    def runs_in_vmap(self) -> bool:
+        """Whether a call runs all learners together; for ``"measure"``, whether it may."""
+        return self.vectorize is not False and self._rules.allow(plain_only=self.vectorize is None)
+
     def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
         """See :meth:`ddpcore.Distributed.split`."""
         num = len(self.models)
         if self.vectorize != "measure":
-            self._in_vmap = self.vectorize is not False and self._rules.allow(plain_only=self.vectorize is None)
+            self._in_vmap = self.runs_in_vmap()
         if at_once is None:
             at_once = 1 if self._in_vmap is False else num
         try:

@@ -12,6 +12,8 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.models.cnn import SimpleCNN
 from ddpcore.training import DataConfig, ModelConfig, OptimizerConfig, RunConfig, StrategyConfig, TrainConfig, build
 from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.memory import activation_bytes, estimate
+from tests.helpers.each import each
 
 L, B = 4, 6
 STRATEGIES = ["ssgd", "dpsgd", "local_sgd", "noisy_ssgd", "gradient_tracking", "push_sum"]
@@ -169,3 +171,43 @@ def test_other_errors_of_a_pass_stay_as_they_are(monkeypatch):
     trainer.model = lambda x: torch.zeros(1) @ torch.zeros(2)
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         trainer.step()
+
+
+@each(
+    ("name", "options", "shape"),
+    [
+        ("lenet5", {}, (3, 32, 32)),
+        ("resnet18", {}, (3, 32, 32)),
+        ("mlp", {"hidden": [24]}, (1, 28, 28)),
+        ("densenet121", {"growth_rate": 4}, (3, 32, 32)),
+        ("vit", {}, (3, 32, 32)),
+    ],
+)
+def test_estimate_is_what_autograd_keeps(name, options, shape):
+    dataset = Dataset("cifar10", Split(torch.randn(8, *shape), torch.randint(10, (8,))), None, 10, shape)
+    config = TrainConfig(model=ModelConfig(name=name, options=options), run=RunConfig(steps=1, device="cpu"))
+    model = build.build_model(config, dataset, torch.device("cpu"))
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        loss = F.cross_entropy(model(dataset.train.inputs[:4].clone()), dataset.train.labels[:4])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    found = activation_bytes(config, dataset, 4)
+    assert found == pytest.approx(sum(size for key, size in storages.items() if key not in own), rel=0.02)
+    assert activation_bytes(config, dataset, 8) == pytest.approx(2 * found, rel=0.02)
+    assert loss.isfinite()
+
+
+def test_the_estimate_counts_the_learners_that_live_at_once():
+    for at_once, words in ((None, "1 of 4 learners at once"), (3, "3 of 4 learners at once")):
+        trainer = _trainer(at_once)
+        config = TrainConfig(
+            model=IN_TURN,
+            data=DataConfig(name="mnist", batch_size=L * 2**20),
+            strategy=StrategyConfig(name="ssgd", learners=L),
+            run=RunConfig(steps=1, device="cpu"),
+        )
+        bytes_of_one = activation_bytes(config, trainer.dataset, 2**20)
+        line = estimate(config, trainer)
+        assert words in line
+        assert f"activations {(at_once or 1) * bytes_of_one / 2**30:.2f} GiB" in line
