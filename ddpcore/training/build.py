@@ -175,9 +175,9 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
     check_transport(strategy, name)
 
 
-def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
-    """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
-    num_gpus = torch.cuda.device_count()
+def backend_here(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> Choice:
+    """The backend that connects so many ranks (0: virtual learners) on hosts such as this one, and the reason."""
+    num_gpus = torch.cuda.device_count() * num_hosts
     device = ("cuda" if num_gpus else "cpu") if config.run.device == "auto" else config.run.device
     return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset
+from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.training.build import build_model
 from ddpcore.training.config import TrainConfig
@@ -43,6 +44,18 @@ def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) ->
     return sum(size for key, size in sizes.items() if key not in own)
 
 
+def num_states(config: TrainConfig) -> int:
+    """Numbers that the optimizer keeps for each weight. One is assumed of optimizers that are not ddpcore's."""
+    rule = getattr(OPTIMIZERS.find(config.optimizer.name), "rule", None)
+    return 1 if rule is None else len(rule.buffers)
+
+
+def model_bytes(config: TrainConfig, dataset: Dataset) -> int:
+    """Bytes of the parameters of one learner."""
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return sum(parameter.nbytes for parameter in build_model(config, dataset, torch.device("meta")).parameters())
+
+
 def estimate(config: TrainConfig, trainer: Trainer) -> str:
     """The memory of a process in one line: activations, and weights with their gradients and states."""
     num = len(trainer.learners)
@@ -51,9 +64,8 @@ def estimate(config: TrainConfig, trainer: Trainer) -> str:
     in_turn = isinstance(model, LearnerModels) and not model.runs_in_vmap()
     at_once = min(num, trainer.at_once or (1 if in_turn else num))
     found = activation_bytes(config, trainer.dataset, samples)
-    rule = getattr(trainer.optimizer, "rule", None)
-    copies = 2 + (len(rule.buffers) if rule is not None else 1)
-    weights = num * copies * sum(p.nbytes for p in trainer.module.parameters())
+    size = sum(parameter.nbytes for parameter in trainer.module.parameters())
+    weights = num * size * (2 + num_states(config))
     who = f"{at_once} of {num} learners at once" if num > 1 else "one learner"
     known = "unknown" if found is None else f"{at_once * found / GiB:.2f} GiB"
     return (
