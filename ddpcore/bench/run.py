@@ -84,10 +84,9 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     if not resolved.is_virtual:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if not resolved.is_alone(name))
     contenders = [_build(name, resolved, world, dataset, meter) for name in names]
-    first = next(one for one in contenders if one.trainer is not None)
-    if world.rank == 0:
-        of_first = resolved.train_config(HIDDEN.get(first.name, first.name))
-        print(estimate(of_first, first.trainer), file=sys.stderr, flush=True)
+    name, trainer = next((one.name, one.trainer) for one in contenders if one.trainer is not None)
+    if world.rank == 0 and trainer is not None:
+        print(estimate(resolved.train_config(HIDDEN.get(name, name)), trainer), file=sys.stderr, flush=True)
     torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
     total = num_steps * len(contenders)
     with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
