@@ -27,7 +27,7 @@ from typing_extensions import override
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import AlikeCheck
-from ddpcore.distributed.averaging import averaged_model
+from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
@@ -41,6 +41,7 @@ from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
 from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -92,7 +93,8 @@ class HookedDistributed(Distributed):
     def _register_forward_hooks(self) -> None:
         hook = self._forward_hook = _ForwardHook(self)
         self._alike = AlikeCheck()
-        self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
+        first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
+        self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
@@ -127,6 +129,8 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
+        if self.learner.flat.shards is not None:
+            return AveragedShards(self.learner, batch_norm)
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
@@ -151,6 +155,8 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.check_state(state)
+        if flat.shards is not None:
+            flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
         self._new_order = None
@@ -237,7 +243,8 @@ class HookedDistributed(Distributed):
         missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
         if not missing:
             return
-        is_given = torch.stack([flat.grad_views[index].any() for index in missing]).tolist()  # one wait for the device
+        found = torch.stack([local(flat.grad_views[index]).any() for index in missing]).double()
+        is_given = (found if flat.shards is None else flat.shards.add_(found)).tolist()  # one wait for the device
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
             if given and not parameter.requires_grad:
@@ -276,6 +283,8 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        if learner.flat.shards is not None:
+            learner.flat.shards.reshard()
         if closure is not None and not strategy.traits.takes_closure:
             raise RuntimeError(
                 f"{strategy.name} takes no closure: call backward() and then step(); in Lightning set "
@@ -375,6 +384,8 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
+        if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
+            shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
         if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)

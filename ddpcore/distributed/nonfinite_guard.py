@@ -8,15 +8,14 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 
-from ddpcore.comm.base import Communicator
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.weight_step import LARGE
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
     Learner,
     NonFinite,
     NonFiniteError,
-    first_nonfinite,
     is_capturing,
     row_sums,
     suspect_rows,
@@ -78,8 +77,7 @@ class NonFiniteGuard:
         is_scaled = getattr(optimizer, "found_inf", None) is not None  # the scaler has checked, and the step skips
         if is_scaled or is_capturing(learner.flat.grad_LP):
             return
-        rows = learner.living(self._suspects())
-        named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=True))}
+        named = learner.named_nonfinite(self._suspects(), gradients=True)
         if not named:
             return
         first, held = named[min(named)], learner.comm.learners
@@ -87,7 +85,7 @@ class NonFiniteGuard:
         if not sums:
             found = [self._event(held[row], name) for row, name in named.items()]
         elif covers_all_learners:
-            found = [self._event(one, first) for one in _all_suspects(sums, learner.comm)]
+            found = [self._event(one, first) for one in self._all_suspects(sums)]
         else:  # other groups know nothing of it, so nothing is gathered
             own = set(suspects(torch.stack(sums).sum(dim=0)))
             found = [self._event(held[row], name) for row, name in named.items() if row in own]
@@ -106,7 +104,7 @@ class NonFiniteGuard:
         """Rows whose gradients may not be finite."""
         flat = self._learner.flat
         own: dict[int, Tensor] = {}
-        if isinstance(self._learner.optimizer, FusedOptimizer):
+        if isinstance(self._learner.optimizer, FusedOptimizer) and flat.shards is None:
             own = flat.own_grads(LARGE)
             flat.gather_grads(left=own)  # as the step itself begins
         gradients = list(map(_gradient_of, flat.parameters))
@@ -115,6 +113,11 @@ class NonFiniteGuard:
             return rows or ([0] if any(map(suspect_rows, own.values())) else [])
         num = len(flat.segments)
         return [row for row in range(flat.num_rows) if _is_suspect(gradients[row * num : (row + 1) * num])]
+
+    def _all_suspects(self, sums: list[Tensor]) -> list[int]:
+        """The learners whose own gradients were not finite, before the average. Collective."""
+        total, shards = torch.stack(sums).sum(dim=0).double(), self._learner.flat.shards
+        return suspects(self._learner.comm.gather(total if shards is None else shards.add_(total)))
 
     def _leave_out(self, found: list[NonFinite], rows: range | list[int]) -> None:
         """Remove the gradients of some rows, so that any optimizer leaves these parameters and their states alone."""
@@ -134,10 +137,5 @@ class NonFiniteGuard:
 
 
 def _is_suspect(gradients: Sequence[Tensor | None]) -> bool:
-    given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
+    given = [one._values() if one.is_sparse else local(one) for one in gradients if one is not None]
     return bool(given) and bool(suspects(torch.stack(torch._foreach_norm(given)).sum()[None]))
-
-
-def _all_suspects(sums: list[Tensor], comm: Communicator) -> list[int]:
-    """The learners whose own gradients were not finite, before the average. Collective."""
-    return suspects(comm.gather(torch.stack(sums).sum(dim=0).double()))

@@ -149,7 +149,6 @@ class WeightGuard:
         _registrations.watch()
         self._read_structure()
         self._segments: object = None
-        self._gradients: list[int] = []
         self._sizes: list[int] = []
         self._buffer = 0
         self._first = (0, 0)  # the first segment that is not empty, and its offset in bytes
@@ -254,7 +253,6 @@ class WeightGuard:
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
             self._segments, self._buffer = flat.segments, flat.grad_LP.data_ptr()
-            self._gradients = _pointers(flat.grad_views)
             self._sizes = [view.numel() for view in flat.param_views]
             index = next((index for index, size in enumerate(self._sizes) if size), 0)
             self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
@@ -268,12 +266,13 @@ class WeightGuard:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self.check_buffers()
-        if _pointers(flat.grad_views) != self._gradients:  # the program has set parameter.grad.data
+        if flat.current_grad_pointers() != flat.grad_pointers:  # the program has set parameter.grad.data
             flat.renew_grad_views()
-        sizes = list(map(Tensor.numel, flat.parameters))
-        if _pointers(flat.parameters) == [*flat.param_pointers] and sizes == self._sizes:
+        present = flat.locals(flat.parameters)
+        sizes = list(map(Tensor.numel, present))
+        if _pointers(present) == [*flat.param_pointers] and sizes == self._sizes:
             return
-        places = zip(flat.names * flat.num_rows, flat.parameters, flat.param_pointers, self._sizes, strict=True)
+        places = zip(flat.names * flat.num_rows, present, flat.param_pointers, self._sizes, strict=True)
         for name, parameter, pointer, size in places:
             if parameter.data_ptr() == pointer and parameter.numel() == size:
                 continue

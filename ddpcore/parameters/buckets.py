@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -90,10 +91,8 @@ class GradientBuckets:
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
         view = self.flat.grad_views[index]
-        if (
-            parameter.grad is view and view.data_ptr() != self.flat.grad_pointers[index]
-        ):  # the program has set grad.data
-            self.flat.renew_grad_views()
+        if parameter.grad is view and local(view).data_ptr() != self.flat.grad_pointers[index]:
+            self.flat.renew_grad_views()  # the program has set grad.data
         del view  # gather_grad counts references
         self._seen.add(index)
         self._rows.add(row)

@@ -30,7 +30,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
+def check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse parameters that cannot be views of one buffer.
 
     Raises:

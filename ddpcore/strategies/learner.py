@@ -13,6 +13,7 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator, LiveWeights
 from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow, wide
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
 
@@ -83,7 +84,7 @@ def suspect_rows(rows_LX: Tensor) -> list[int]:
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all floating-point and complex numbers of the tensors are finite."""
-    numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    numbers = [local(tensor.detach()) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     found = [tensor._values() if tensor.is_sparse else tensor for tensor in numbers]
     return all(bool(tensor.isfinite().all()) for tensor in found)
 
@@ -150,6 +151,19 @@ class Learner:
             return rows
         return [row for row in rows if row in membership.members]
 
+    def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
+        """The first parameter that is not finite, of those of these rows that take part and have one.
+
+        Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
+        """
+        found = {
+            row: name for row in self.living(rows) if (name := first_nonfinite(self.models[row], gradients=gradients))
+        }
+        if self.flat.shards is None:
+            return found
+        num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)
+        return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
+
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
         """Check that weights which are about to be sent are finite. It costs one sum over them.
 
@@ -162,8 +176,7 @@ class Learner:
         weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
         if self.comm.num_learners == 1 or is_capturing(weights_LX):
             return
-        rows = self.living(suspect_rows(weights_LX))
-        named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
+        named = self.named_nonfinite(suspect_rows(weights_LX), gradients=False)
         if named:
             raise NonFiniteError(
                 [
@@ -202,10 +215,18 @@ class Learner:
         if average_LP.dtype not in KERNEL_DTYPES:
             apart_LP = average_LP.sub_(weights_LP)
             parts = [apart_LP[:, segment.offset : segment.offset + segment.numel] for segment in flat.segments]
-            return torch.stack([part.double().square().sum(dim=1) for part in parts]).sum(dim=0)
+            return self.whole(torch.stack([part.double().square().sum(dim=1) for part in parts], dim=1))
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
-        sums = [
-            ops.noise_sums([row], [*bounds, flat.numel], average)[::2].sum()  # every second interval is padding
+        sums_LS = [
+            ops.noise_sums([row], [*bounds, flat.numel], average)[::2]  # every second interval is padding
             for row, average in zip(weights_LP, average_LP, strict=True)
         ]
-        return torch.stack(sums)
+        return self.whole(torch.stack(sums_LS))
+
+    def whole(self, sums_LS: Tensor) -> Tensor:
+        """The sum ``[L]`` over segments, and over the shards of a sharded learner. Collective over its ranks."""
+        shards, flat = self.flat.shards, self.flat
+        if shards is None:
+            return sums_LS.sum(dim=1)
+        replicas = [shards.replicas(parameter) for parameter in flat.parameters]
+        return shards.add_((sums_LS / torch.tensor(replicas, device=sums_LS.device)).sum(dim=1))
