@@ -71,6 +71,15 @@ def test_a_learner_raises_or_skips_as_a_whole(quick):
     assert [one["found"] for one in skipped] == [[], [], [(1, 2)], [(1, 2)]]
 
 
+def test_noise_scales_are_of_whole_learners(quick):
+    for of_rank in quick:
+        for strategy, found in of_rank["noise"].items():
+            assert set(found) == {"sharded", "virtual"}, "an option that needs whole models was not refused"
+            assert len(found["sharded"]) == 3
+            for ours, theirs in zip(found["sharded"], found["virtual"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True), strategy
+
+
 REFUSED = {
     "all ranks": "another learner: shard it over the other dimensions",
     "without mesh": "another learner: shard it over the other dimensions",

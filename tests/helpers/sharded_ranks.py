@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpcore
 from ddpcore import Connection, Policies
+from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from helpers import oracle
 from helpers.oracle import MAKERS
@@ -120,9 +122,9 @@ class Place:
             optimizer.step()
 
 
-def beside_virtual(place: Place, strategy: str, optimizer: str) -> dict[str, float]:
+def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "plain") -> dict[str, float]:
     """The largest differences from virtual learners whose batches are those of all shards."""
-    model = sharded(net(), place.mesh["shard"])
+    model = FEATURES[feature](place.mesh["shard"])
     handle = ddpcore.distribute(
         model, OPTIMIZERS[optimizer](model.parameters()), MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"]
     )
@@ -350,6 +352,35 @@ def momentum_average(place: Place) -> float:
     return distance(weights(model), virtual.models[place.learner].state_dict())
 
 
+def noise(place: Place, strategy: str) -> dict[str, list[tuple[float, float]]]:
+    """Noise scales and distances of each record of sharded learners, and of virtual ones with whole batches."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for kind in ("sharded", "virtual", "refused"):
+        model = sharded(net(), place.mesh["shard"]) if kind != "virtual" else net()
+        options = {"learners": place.num} if kind == "virtual" else {"mesh": place.mesh["learners"]}
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), **options)
+        if kind == "refused":
+            for more in ({"loss": lambda: None}, {"directions": 1}):
+                with contextlib.suppress(ValueError):
+                    NoiseStatistics(handle, optimizer, 2, **more)
+                    found[str(more)] = []
+            break
+        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=8)
+        if kind == "sharded":
+            place.train(handle, range(STEPS))
+        else:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                outputs = handle.model(place.x[step])
+                handle.backward([cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True)])
+                optimizer.step()
+        found[kind] = [
+            (one.whole.noise_scale, one.spread.consensus_distance if one.spread else 0.0) for one in statistics.records
+        ]
+    return found
+
+
 def nonfinite(place: Place, mode: str, strategy: str) -> dict[str, Any]:
     """A sample of one shard of learner 1 is not finite, in the second step."""
     model = sharded(net(), place.mesh["shard"])
@@ -421,7 +452,8 @@ def fits(case: tuple[str, str], learners: int, shards: int) -> bool:
 
 def quick(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
-    cases = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
+    cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
+    cases += [("dpsgd", "lars", "replicate")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in cases},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
@@ -429,6 +461,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "resumed": {"dpsgd": resumed(two, "dpsgd", folder)},
         "saved": saved_average(two, folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
+        "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
         "refused": refused(two),
     }
 
