@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.comm.groups import Call, Fact, gather_objects
-from ddpcore.parameters.shards import is_dtensor, mesh_of, placements_of
 from ddpcore.runtime.launch import end_with_torchrun
 
 _LONGEST = 100  # characters of a fact in a message
@@ -74,8 +73,6 @@ def facts_of(
             more = "" if what == "buffer" or tensor.requires_grad else " frozen"
             if tensor.requires_grad and not tensor.is_contiguous():  # rows are exchanged in memory order
                 more = f" of strides {list(tensor.stride())}"
-            if is_dtensor(tensor):
-                more += f" as {placements_of(tensor)} over {tuple(mesh_of(tensor).shape)} ranks"
             facts.append((f"{what} {name}", f"{str(tensor.dtype)[6:]} {list(tensor.shape)}{more}"))
     return facts
 

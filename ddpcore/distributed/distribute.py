@@ -22,7 +22,7 @@ from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.mesh import check_options, group_of, shards_of
+from ddpcore.distributed.mesh import group_of, layouts_of, shards_of
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
@@ -58,9 +58,7 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         group: the process group. None is the default group, and for virtual learners no group.
-        mesh: instead of ``group``, a mesh of one dimension, of the ranks that hold the same shards of different
-            learners, such as ``init_device_mesh("cuda", (2, 8), mesh_dim_names=("learners", "shard"))["learners"]`` for
-            two learners of eight ranks each: see docs/sharded.md.
+        mesh: for a sharded model instead of ``group``: the ranks that hold its shards, of all learners (docs/sharded.md).
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
@@ -77,24 +75,14 @@ def distribute(
     if torch.is_inference_mode_enabled():
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
-    if mesh is not None:
-        group = group_of(mesh, group, learners)
     if isinstance(strategy, Baseline):
-        options: dict[str, Any] = {
-            "learners": learners,
-            "vectorize": vectorize,
-            "scaler": scaler,
-            "on_nonfinite": on_nonfinite,
-            "mesh": mesh,
-        }
-        options["policies"] = None if policies == Policies() else policies
+        options = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
+        options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         handle = _baseline(model, strategy, group, connection, options)
         return _share_work(handle, optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group, connection, vectorize)
-    shards = shards_of(model, group)
-    if shards is not None:
-        check_options(strategy, connection, scaler, on_nonfinite)
+    group = _group_of(learners, group, mesh, connection, vectorize)
+    shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = _agree(group, shards, model, optimizer, strategy, settings, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
@@ -247,9 +235,15 @@ def _given(options: dict[str, Any]) -> str:
 
 
 def _group_of(
-    learners: int | None, group: dist.ProcessGroup | None, connection: Connection, vectorize: bool | str | None
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    connection: Connection,
+    vectorize: bool | str | None,
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
+    if mesh is not None:
+        group = group_of(mesh, group, learners)
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -271,7 +265,7 @@ def _agree(
     timeout: float,
 ) -> list[Fact]:
     """Return what all ranks must have in common, after the ranks of the group, and of the learner, have compared it."""
-    facts = facts_of(model, optimizer, strategy, settings)
+    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
         check_agreement(one, facts, _trained(model).device, timeout)
     return facts

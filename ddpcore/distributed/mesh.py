@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.comm.connect import Connection
+from ddpcore.comm.groups import Fact
 from ddpcore.parameters.shards import Shards, fsdp_parameters, is_dtensor, mesh_of, placements_of
 from ddpcore.strategies.base import Strategy
 
@@ -29,15 +30,33 @@ def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -
     return found
 
 
-def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | None:
+def layouts_of(model: nn.Module) -> list[Fact]:
+    """The layouts of the DTensors of a model, which must be alike on all ranks."""
+    return [
+        (f"layout of parameter {name}", f"{placements_of(one)} over {tuple(mesh_of(one).shape)} ranks")
+        for name, one in model.named_parameters()
+        if is_dtensor(one)
+    ]
+
+
+def shards_of(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    strategy: Strategy,
+    connection: Connection,
+    scaler: object,
+    on_nonfinite: str,
+) -> Shards | None:
     """This rank's part of a model whose parameters are DTensors; None for a model that is whole.
 
     Args:
         model: the model.
         group: the learners: ranks that hold the same shards of different learners; None for virtual learners.
+        strategy, connection, scaler, on_nonfinite: as in ``distribute``.
 
     Raises:
-        ValueError: a parameter cannot be averaged over these learners. Nothing was changed.
+        ValueError: a parameter cannot be averaged over these learners, or an option does not work with shards. Nothing
+            was changed.
     """
     named = list(model.named_parameters())
     sharded = [name for name, parameter in named if is_dtensor(parameter)]
@@ -54,6 +73,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | Non
             )
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
+    _check_options(strategy, connection, scaler, on_nonfinite)
     shards = Shards(model)
     ranks, own = set(shards.mesh.mesh.flatten().tolist()), dist.get_rank()
     for name, parameter in named:
@@ -80,12 +100,7 @@ def _check_offload(model: nn.Module) -> None:
             )
 
 
-def check_options(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
-    """Check that a strategy and options of ``distribute`` work with sharded learners.
-
-    Raises:
-        ValueError: one does not.
-    """
+def _check_options(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
     if strategy.traits.no_shards:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_shards}")
     if connection.on_failure != "raise":

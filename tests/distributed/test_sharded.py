@@ -15,7 +15,7 @@ TOLERANCE = 2e-6
 
 
 def started(what: str, world_size: int = 4) -> list[dict[str, Any]]:
-    return ranks.run("sharded_ranks", world_size, more=[[what]] * world_size)
+    return ranks.run("sharded_ranks", world_size, more=[[what, "sharded.md"]] * world_size)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ REFUSED = {
     "adpsgd": "adpsgd: the ranks of a learner",
     "noisy_ssgd": "noisy_ssgd: the noise of a weight",
     "offload": "leave offload_policy out",
-    "other placements": "ranks do not train the same: parameter",
+    "other placements": "ranks do not train the same: layout of parameter",
     "other options": "ranks do not train the same: strategy",
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,7 +28,7 @@ from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from helpers import oracle
 from helpers.oracle import MAKERS
-from helpers.ranks import join
+from helpers.ranks import ROOT, join
 
 STEPS, BATCH = 6, 4
 TOPOLOGY = ddpcore.Ring()
@@ -181,6 +183,12 @@ def compiled(model: Net, mesh: DeviceMesh) -> Net:
     return sharded(model, mesh)
 
 
+def hybrid(model: Net) -> Net:
+    """HSDP inside a learner: its two ranks are replicas of one shard."""
+    names = ("learners", "replicate", "shard")
+    return sharded(model, DeviceMesh("cpu", torch.arange(4).view(2, 2, 1), mesh_dim_names=names)["replicate", "shard"])
+
+
 def frozen(model: Net, mesh: DeviceMesh) -> Net:
     model.blocks[0].requires_grad_(False)
     return sharded(model, mesh)
@@ -196,6 +204,7 @@ FEATURES: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "checkpointed": lambda mesh: sharded(net(checkpointed=True), mesh),
     "compiled": lambda mesh: compiled(net(), mesh),
     "frozen": lambda mesh: frozen(net(), mesh),
+    "hsdp": lambda mesh: hybrid(net()),
     "replicate": lambda mesh: replicate(net(), mesh=mesh),
     "tensor_parallel": lambda mesh: tensor_parallel(mesh),
     "batch_norm": lambda mesh: sharded(net(norm=True), mesh),
@@ -305,43 +314,33 @@ def whole_or_local(tensor: Tensor) -> Tensor:
     return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def saved_average(place: Place, folder: Path) -> dict[str, float]:
-    """The average as ``torch.distributed.checkpoint`` saves it, loaded by all ranks into a whole model."""
-    model = sharded(net(norm=True), place.mesh["shard"])
-    handle = ddpcore.distribute(
-        model, FusedAdamW(model.parameters(), lr=0.01), ddpcore.DPSGD(), mesh=place.mesh["learners"]
-    )
-    place.train(handle, range(2))
-    averaged = handle.evaluation_model().eval()
-    path = folder / "average"
-    save(averaged.state_dict(), storage_writer=FileSystemWriter(path))
-    other = net(norm=True).eval()
+def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
+    """Run the blocks of the page, with CPUs and two ranks a learner, and load the average into a whole model."""
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    names: dict[str, Any] = {**globals(), "model": net(norm=True), "partial": partial}
+    exec(first.replace('"cuda", (2, 8)', '"cpu", (2, 2)'), names)
+    place.train(names["handle"], range(2))
+    exec(second.replace('checkpoint_id="average"', f'checkpoint_id="{folder}/average"'), names)
+    other, averaged, model = net(norm=True).eval(), names["averaged"], names["model"]
     state = other.state_dict()
-    load(state, storage_reader=FileSystemReader(path))
+    load(state, storage_reader=FileSystemReader(folder / "average"))
     other.load_state_dict(state)
     with torch.no_grad():
         outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
-    return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": float(model.training)}
+    return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
 
 
 def momentum_average(place: Place) -> float:
     """Policies average momentum of shards, as of virtual learners."""
     model, other = sharded(net(), place.mesh["shard"]), net()
     handle = ddpcore.distribute(
-        model,
-        FusedSGD(model.parameters(), lr=0.1, momentum=0.9),
-        ddpcore.LocalSGD(2),
-        mesh=place.mesh["learners"],
+        model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), ddpcore.LocalSGD(2), mesh=place.mesh["learners"],
         policies=Policies(momentum="average"),
-    )
-    virtual = ddpcore.distribute(
-        other,
-        FusedSGD(other.parameters(), lr=0.1, momentum=0.9),
-        ddpcore.LocalSGD(2),
-        learners=place.num,
-        policies=Policies(momentum="average"),
-    )
+    )  # fmt: skip
+    momentum = FusedSGD(other.parameters(), lr=0.1, momentum=0.9)
+    options = {"policies": Policies(momentum="average")}
+    virtual = ddpcore.distribute(other, momentum, ddpcore.LocalSGD(2), learners=place.num, **options)
     place.train(handle, range(STEPS))
     for step in range(STEPS):
         virtual.learner.optimizer.zero_grad()
@@ -459,7 +458,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
         "features": {(one, "ssgd"): beside_averages_by_hand(two, one, "ssgd") for one in ("bf16", "tied", "replicate")},
         "resumed": {"dpsgd": resumed(two, "dpsgd", folder)},
-        "saved": saved_average(two, folder),
+        "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
         "refused": refused(two),
