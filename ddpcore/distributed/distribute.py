@@ -22,10 +22,10 @@ from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_e
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
-from ddpcore.distributed.step_guards import is_distributed
+from ddpcore.distributed.watch import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels, copies_of
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner

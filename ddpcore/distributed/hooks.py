@@ -27,18 +27,16 @@ from typing_extensions import override
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import averaged_model
-from ddpcore.distributed.gradient_guard import GradientGuard
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
-from ddpcore.distributed.nonfinite_guard import NonFiniteGuard
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
-from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
+from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
-from ddpcore.parameters.compilation import exclude_from_compilation
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
@@ -72,14 +70,8 @@ class HookedDistributed(Distributed):
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-        self._gradients = GradientGuard(learner.flat)
-        self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
-        self.nonfinite = self._finite.found
-        self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._weights = WeightGuard(self.models, learner.flat)
-        self._step_calls = watch_steps(learner.flat.parameters, optimizer)
-        if self._buckets is None:
-            self._gradients.watch()
+        self._watch = LoopWatch(learner, strategy, on_nonfinite, by_buckets=self._buckets is not None)
+        self.nonfinite = self._watch.found
         self._register_forward_hooks()
         membership = learner.comm.membership
         if membership is not None:
@@ -152,7 +144,7 @@ class HookedDistributed(Distributed):
             model.load_state_dict(own)
         self._new_order = self._used = None
         self._averaged = False
-        self._weights.begin_step()
+        self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
         if state["used"] is not None:
@@ -192,24 +184,22 @@ class HookedDistributed(Distributed):
 
     def is_own_pass(self) -> bool:
         """Whether the forward pass that begins uses the learners' weights, in a plain autograd graph."""
-        return self._weights.is_own_pass()
+        return self._watch.is_own_pass()
 
     def before_forward(self) -> None:
         """Call observers and strategy before a forward pass of all learners."""
-        self._weights.check_buffers()
+        self._watch.before_pass()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
-        if not self._weights.num_passes:
-            self._finite.begin_step()
         for observer in self.observers:
             observer.before_forward(self.learner)
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
-        self._weights.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
+        self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.plan(self.learner.step).averages_gradients:
-            self._finite.note(columns)
+            self._watch.note_message(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
@@ -229,21 +219,11 @@ class HookedDistributed(Distributed):
         if self._used is None:
             self._agree(order, seen)
         assert self._used is not None
-        for index, parameter in enumerate(flat.parameters):
-            segment = index % len(flat.segments)
-            if self._used[segment] and index not in seen and parameter.requires_grad:
-                parameter.grad = flat.grad_views[index]  # another learner has a gradient, so this one steps too
-            elif self._used[segment] and index not in seen and bool(flat.grad_views[index].any()):
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]} is frozen here and has a gradient on another learner: freeze it "
-                    "on all of them in the same step"
-                )
-            elif index in seen and not self._used[segment]:
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]} got a gradient after a first backward pass in which it had none "
-                    "on any rank: let it take part in the first step, or freeze it with requires_grad_(False)"
-                )
-        self._gradients.note_all()
+        if len(seen) < len(flat.parameters):  # another learner has a gradient, so this one steps too
+            for index, parameter in enumerate(flat.parameters):
+                if index not in seen and parameter.requires_grad and self._used[index % len(flat.segments)]:
+                    parameter.grad = flat.grad_views[index]
+        self._watch.note_average(self._used, seen)
 
     def _agree(self, order: list[int], seen: set[int]) -> None:
         """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
@@ -259,34 +239,26 @@ class HookedDistributed(Distributed):
         self._new_order = None if self._laid_out else agreed[0].tolist()
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._step_calls.begin(sys._getframe(1)):
+        if not self._watch.begin_call(sys._getframe(1)):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and not self._weights.num_passes and creates_states_only(optimizer):
-            self._step_calls.cancel()
+        if closure is None and self._watch.creates_states_only():
+            self._watch.cancel_call()
             return
         try:
             self._before_step(closure)
         except BaseException:
-            self._step_calls.cancel()
+            self._watch.cancel_call()
             raise
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step_calls.end(sys._getframe(1)):
+        if self._watch.end_call(sys._getframe(1)):
             self._after_step()
 
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
-        if closure is not None and not strategy.traits.takes_closure:
-            raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-        if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
-            self._gradients.check_averaged(strategy.name)
-        self._weights.check_parameters()
-        self._check_optimized()
-        self._gradients.check_alike()
-        if closure is None:
-            self._finite.check()
+        self._watch.before_step(closure, averaged=self._averaged)
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -298,9 +270,9 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_step(self) -> None:
+        self._watch.after_optimizer()
         self.learner.step += 1
         self._averaged = False
-        self._weights.begin_step()
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
             if self.strategy.plan(self.learner.step - 1).weights:
@@ -310,8 +282,7 @@ class HookedDistributed(Distributed):
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
-        if self.strategy.traits.averages_gradients:
-            self._gradients.note_step()
+        self._watch.end_step(averages_gradients=self._buckets is not None)
 
     def _admit(self) -> None:
         """Let a learner in that has asked to join, and hand it the state of a neighbour."""
@@ -322,18 +293,6 @@ class HookedDistributed(Distributed):
     def take_state(self) -> None:
         """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
         self.load_state_dict(received_state(self.learner))
-
-    def _check_optimized(self) -> None:
-        """Check that the optimizer steps no parameter that was added."""
-        for group in self.learner.optimizer.param_groups:
-            if self._members.issuperset(map(id, group["params"])):
-                continue
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._members:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do that before distribute(), and freeze a parameter by a zero learning rate"
-                    )
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)

@@ -132,7 +132,6 @@ class DPSGD(Strategy):
         self.consensus = consensus
         self._reference_lr: float | None = None  # of the consensus
         self._published = None if compression is None else Published(compression)
-        self._versions: list[int] = []  # of the parameters, when neighbours began to read them
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether before_forward ran in this step
         self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
@@ -225,8 +224,6 @@ class DPSGD(Strategy):
             published = self._published.rows_LP
         elif self.staleness:
             rows = published = weights_LP.clone()
-        else:
-            self._versions = [parameter._version for parameter in learner.flat.parameters]
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
         exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(
             rows, self._mixing(learner, step), step
@@ -261,11 +258,8 @@ class DPSGD(Strategy):
         if self._quarantined:
             exchange.quarantine(self._quarantined)
             self._quarantined = set()
-        if published is None and self._versions != [parameter._version for parameter in learner.flat.parameters]:
-            raise RuntimeError(
-                "weights were changed between a forward pass and the next step, while neighbours read them: "
-                "change them after a step, or evaluate under torch.no_grad()"
-            )
+        if published is None:
+            learner.check_unchanged()
         decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step

@@ -49,7 +49,6 @@ class GradientTracking(Strategy):
         self._message_LX: Tensor | None = None  # w(t) and q, [L, 2 P]
         self._gradient_LP: Tensor | None = None  # g(t-1)
         self._exchange: Exchange | None = None
-        self._versions: list[int] = []  # of the parameters, when w(t) was sent
 
     def __repr__(self) -> str:
         return f"GradientTracking({self.topology!r})"
@@ -91,7 +90,6 @@ class GradientTracking(Strategy):
             self._gradient_LP = torch.zeros_like(weights_LP)
         learner.check_sent()
         self._message_LX[:, : flat.numel] = weights_LP
-        self._versions = [parameter._version for parameter in flat.parameters]
         self._exchange = learner.comm.exchange(self._message_LX, self.topology, learner.step)
 
     @override
@@ -104,11 +102,7 @@ class GradientTracking(Strategy):
         assert self._gradient_LP is not None
         flat, exchange, self._exchange = learner.flat, self._exchange, None
         exchange.mixture().apply_(self._message_LX)
-        if self._versions != [parameter._version for parameter in flat.parameters]:
-            raise RuntimeError(
-                "weights were changed between a forward pass and the next step, while neighbours read them: "
-                "change them after a step, or evaluate under torch.no_grad()"
-            )
+        learner.check_unchanged()
         weights_LP, tracked_LP = self._message_LX.split(flat.numel, dim=1)
         if not flat.gather_grads():  # a learner without a gradient still follows that of the others
             for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
