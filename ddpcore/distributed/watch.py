@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
@@ -23,7 +24,6 @@ from ddpcore.distributed.guards import wrapper_of
 from ddpcore.ops.dtypes import wide
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.weight_step import LARGE
-from ddpcore.parameters.hooks import weakly
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
     Learner,
@@ -80,7 +80,7 @@ class LoopWatch:
         self.num_passes = 0
         self._sample: Tensor | None = None
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
-        self._noted: dict[int, int] = {}  # versions of virtual learners' gradients after their last pass
+        self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
         self._written: list[int] = []  # versions of the weights after the last step
         self._sent: list[int] = []  # when they were sent
         self._must_read = True  # whether weights may have become infinite
@@ -92,8 +92,8 @@ class LoopWatch:
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if flat.num_rows > 1 and not by_buckets:
-            flat.on_gradients.append(self._note_views)
-            note = weakly(self._note)
+            flat.on_gradients.append(self._note_all)
+            note = partial(_note, self._noted)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
@@ -274,15 +274,13 @@ class LoopWatch:
                         "them in the same step"
                     )
         if flat.num_rows > 1:
-            for parameter in flat.parameters:
-                self._note(parameter)
+            self._note_all()
 
-    def _note(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._noted[self._flat.index[id(parameter)]] = parameter.grad._version
-
-    def _note_views(self) -> None:
-        self._noted = dict(enumerate(map(_version_of, self._flat.grad_views)))
+    def _note_all(self) -> None:
+        grads = map(_gradient_of, self._flat.parameters)
+        self._noted |= {
+            key: grad._version for key, grad in zip(self._flat.index, grads, strict=True) if grad is not None
+        }
 
     def _check_averaged(self) -> None:
         """Check, if no backward pass averaged gradients, that a step only repeats those of the last step."""
@@ -300,17 +298,19 @@ class LoopWatch:
         Returns:
             Whether nothing was done.
         """
-        flat, noted = self._flat, self._noted
-        self._noted = {}
-        gradients = {index: flat.parameters[index].grad for index in noted}
-        versions = {index: noted[index] if grad is None else grad._version for index, grad in gradients.items()}
-        if versions == noted:
+        flat, noted = self._flat, dict(self._noted)
+        self._noted.clear()  # the hooks hold this object
+        grads = map(_gradient_of, flat.parameters) if noted else ()
+        pairs = zip(flat.index, grads, strict=False)
+        versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
+        changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
+        if not changed:
             return True
         num = len(flat.segments)
-        changed = [index for index in noted if versions[index] != noted[index]]
+        known = [flat.index[key] for key in noted]
         for segment in sorted({index % num for index in changed}):
             rows = {index // num for index in changed if index % num == segment}
-            if rows != {index // num for index in noted if index % num == segment}:
+            if rows != {index // num for index in known if index % num == segment}:
                 raise RuntimeError(
                     f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
                     "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
@@ -439,16 +439,14 @@ class LoopWatch:
     def _suspects(self, one_row: bool) -> list[int]:
         """Rows whose gradients may not be finite, from one sum over the gradients."""
         flat = self._flat
-        own: dict[int, Tensor] = {}
         if isinstance(self._learner.optimizer, FusedOptimizer):
-            own = flat.own_grads(LARGE)
-            flat.gather_grads(left=own)  # as the step itself begins
+            flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
         gradients = list(map(_gradient_of, flat.parameters))
-        if not own and all(map(is_, gradients, flat.grad_views)):
+        if all(map(is_, gradients, flat.grad_views)):
             sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
             num = len(flat.segments)
-            sums = torch.stack([_norm_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
+            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
         self._must_read |= not bool((sums.abs() < HUGE).all())
         found = suspects(sums)
         return list(range(flat.num_rows)) if one_row and found else found
@@ -508,10 +506,16 @@ _MOVED = (
 )
 
 
-def _norm_of(gradients: Sequence[Tensor | None]) -> Tensor:
-    """A number that is not finite if one of the gradients is not."""
+def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
-    return torch.stack(torch._foreach_norm(given, dtype=wide(given[0].dtype))).sum() if given else torch.zeros(())
+    sums = [one.sum(dtype=wide(one.dtype)) for one in given]
+    return torch.stack(sums).sum() if sums else torch.zeros(())
+
+
+def _note(noted: dict[int, int], parameter: Tensor) -> None:
+    """After autograd has written a gradient."""
+    if parameter.grad is not None:
+        noted[id(parameter)] = parameter.grad._version
 
 
 def _count(module: nn.Module, name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.parameters.flat import FlatParameters
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
-SMALL = 2**16  # elements of a row that are read as a whole
+SMALL = 2**14  # elements of a row that are read as a whole
 SAMPLE = 256  # those that are read of a longer row
 
 
