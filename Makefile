@@ -51,11 +51,17 @@ bench: $(INSTALLED)
 # Without the tests marked slow: packages, the site, deaths of ranks, stress, and most cases of the oracle.
 SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
-	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile $(if $(SELECT),-m "$(SELECT)") $(ARGS)
+	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs: all tests. pytest stands last, so that its closing line is the last one.
-check: lint types cpp
-	@$(MAKE) --no-print-directory test SELECT=
+# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much; what they say follows the tests.
+check: lint $(INSTALLED)
+	@tools/system_packages
+	@mkdir -p build; $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
+	  $(MAKE) --no-print-directory test SELECT=; tests=$$?; \
+	  wait $$others; others=$$?; cat build/check.txt; \
+	  [ $$tests = 0 ] || echo "the tests failed: see above, before mypy"; \
+	  [ $$others = 0 ] || echo "mypy or the C++ tests failed: see above"; \
+	  [ $$tests = 0 ] && [ $$others = 0 ]
 
 lint: $(TOOLED)
 	$(PY) -m ruff check .

@@ -21,8 +21,7 @@ from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.base import ALL, Plan, Strategy, Traits
 from ddpcore.strategies.baselines import DDP, Single
-from ddpcore.strategies.consensus import AdaptiveConsensus
-from ddpcore.strategies.dpsgd import DPSGD
+from ddpcore.strategies.dpsgd import DPSGD, AdaptiveConsensus
 from ddpcore.strategies.exact_diffusion import ExactDiffusion
 from ddpcore.strategies.gasloc import GASLoC
 from ddpcore.strategies.gradient_tracking import GradientTracking

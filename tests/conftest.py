@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import ddpcore.ops  # noqa: F401  registers the operators
+from helpers import heavy
 
 Randn = Callable[..., Tensor]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,7 +48,8 @@ class _FailuresAtOnce:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU tests on one are left out, instead of skipped one by one."""
+    """Heavy files first, because one that begins last ends alone. Without a GPU tests on one are left out."""
+    items[:] = heavy.first(items)
     if torch.cuda.is_available():
         return
     left_out = [item for item in items if item.get_closest_marker("cuda")]
@@ -63,7 +65,11 @@ def _why_no_cuda() -> str | None:
     return None
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+# The parameters of a test that runs once on each device; without a GPU no test on one is collected.
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device of this machine; a test that takes it runs once on each."""
     if request.param == "cuda" and (reason := _why_no_cuda()) is not None:

@@ -26,6 +26,11 @@ MAX_FLOORS = 6  # files of the longest chain of imports inside a part
 EXCEPTIONS: dict[str, str] = {}
 SIZED = ("ddpcore", "csrc", "tests", "benchmarks", "examples", "setup.py")
 SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh"}
+# Files above the strategies that train with some by name, and decide nothing by it.
+NAMING = {
+    "ddpcore/bench/demo.py": "it shows two strategies",
+    "ddpcore/testing/optimizer.py": "it trains an optimizer with and without averages",
+}
 BENCHMARKS, FACADE = "benchmarks", "__init__"
 ENTRY = "__main__"  # python -m ddpcore needs this file; it starts a command by name and imports nothing
 
@@ -157,6 +162,52 @@ def concrete_complaints(root: Path) -> list[str]:
     return complaints
 
 
+def strategy_names(root: Path, classes: set[str]) -> set[str]:
+    """The short names of these strategies: the ``name`` of each class."""
+    return {
+        node.value.value
+        for path in sorted((root / "ddpcore" / "strategies").rglob("*.py"))
+        for one in ast.walk(parse(path))
+        if isinstance(one, ast.ClassDef) and one.name in classes
+        for node in one.body
+        if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Constant)
+        if ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == "name"
+    }
+
+
+def asked_names(node: ast.AST, names: set[str], classes: set[str]) -> list[str]:
+    """The strategies' names in a comparison or a match: literals, and ``.name`` of a class or of a ``strategy``."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        parts = [part for side in sides for part in [side, *getattr(side, "elts", ())]]
+    elif isinstance(node, ast.MatchValue):
+        parts = [node.value]
+    else:
+        return []
+    literals = [part.value for part in parts if isinstance(part, ast.Constant) and part.value in names]
+    owners = [ast.unparse(part.value) for part in parts if isinstance(part, ast.Attribute) and part.attr == "name"]
+    return literals + [f"{one}.name" for one in owners if one in classes or one.lower().endswith("strategy")]
+
+
+def strategy_complaints(root: Path) -> list[str]:
+    """Places above the strategies that name a class of one, or compare with its name, so that no other can be meant."""
+    layers, complaints = layers_of(root), []
+    concrete = {name for name, part in concrete_classes(root).items() if part == "strategies"}
+    names = strategy_names(root, concrete)
+    for path in sorted((root / "ddpcore").rglob("*.py")):
+        where = str(path.relative_to(root))
+        part = part_of(list(path.relative_to(root).with_suffix("").parts))
+        if part == FACADE or layers.get(part, 0) <= layers["strategies"]:
+            continue
+        for node in ast.walk(parse(path)):
+            found = asked_names(node, names, concrete)
+            if isinstance(node, ast.ImportFrom) and where not in NAMING:
+                found = [alias.name for alias in node.names if alias.name in concrete]
+            line = getattr(node, "lineno", 0)
+            complaints += [f"{where}:{line}: names {one}: ask Traits, plan() or the registry" for one in found]
+    return complaints
+
+
 def size_complaints(root: Path, exceptions: dict[str, str]) -> list[str]:
     complaints = []
     for top in SIZED:
@@ -239,6 +290,10 @@ def test_parts_are_few_files_deep():
 
 def test_no_layer_asks_for_a_concrete_class():
     assert_none(concrete_complaints(ROOT))
+
+
+def test_no_layer_names_a_strategy():
+    assert_none(strategy_complaints(ROOT))
 
 
 def test_tests_mirror_the_tree():
@@ -348,3 +403,34 @@ def test_a_question_for_a_concrete_class_is_reported(tmp_path):
     })  # fmt: skip
     found = [complaint.partition(": ask its")[0] for complaint in concrete_complaints(tmp_path)]
     assert found == ["ddpcore/bench/x.py:1: asks for B", "ddpcore/bench/x.py:2: asks for Far"]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("if name == 'a': ...", "a"),
+        ("if 'b' in names or name != 'other': ...", "b"),
+        ("if name not in ('other', 'a'): ...", "a"),
+        ("x = A.name in names", "A.name"),
+        ("while config.strategy.name == other: ...", "config.strategy.name"),
+        ("x = own_strategy.name != other", "own_strategy.name"),
+        ("match name:\n    case 'b': ...", "b"),
+        ("from ddpcore.strategies.x import B", "B"),
+        ("from ddpcore import A", "A"),
+        ("COMPARED = ('a', 'b')", None),
+        ("if row.name == 'other' or strategy.traits == 'other': ...", None),
+        ("from ddpcore.strategies.x import Strategy", None),
+    ],
+)
+def test_a_comparison_with_a_strategy_is_reported(tmp_path, line, found):
+    table = "| 0 | `optim/` | x |\n| 1 | `comm/` | x |\n| 2 | `strategies/` | x |\n| 3 | `bench/` | x |\n"
+    text = "class Strategy: ...\nclass A(Strategy):\n    name: ClassVar[str] = 'a'\nclass B(A):\n    name = 'b'"
+    write(tmp_path, {
+        "docs/architecture.md": table,
+        "ddpcore/strategies/x.py": text,
+        "ddpcore/strategies/y.py": line,
+        "ddpcore/bench/x.py": line,
+    })  # fmt: skip
+    complaints = [complaint.partition(": ask")[0] for complaint in strategy_complaints(tmp_path)]
+    where = 2 if line.startswith("match") else 1
+    assert complaints == ([] if found is None else [f"ddpcore/bench/x.py:{where}: names {found}"])

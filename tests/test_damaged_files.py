@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from ddpcore.data import load_dataset
-from ddpcore.experiments.folder import read_manifest, read_results
 from ddpcore.experiments.study import FOLDER as STUDIES
 from ddpcore.experiments.study import load_study
+from ddpcore.records.study import read_manifest, read_results
 from ddpcore.report.sources import read_bench, read_run
 from ddpcore.storage.json_lines import read_lines, write_json, write_lines
 from ddpcore.training import RunRecord, TrainConfig

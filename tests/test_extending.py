@@ -34,6 +34,7 @@ def test_the_page_has_files_and_commands() -> None:
     assert {kind for kind, _ in BLOCKS} == {"python", "cpp", "toml", "sh"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, folder: Path) -> None:
     """In the order of the page: a later command may need what an earlier one wrote."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typing" / "program.py"
 
@@ -22,10 +24,12 @@ def strictly(program: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_passes() -> None:
     assert strictly(PROGRAM) == "Success: no issues found in 1 source file\n"
 
 
+@pytest.mark.slow
 def test_a_wrong_program_does_not(tmp_path: Path) -> None:
     """Otherwise the names would have no types."""
     wrong = tmp_path / "wrong.py"

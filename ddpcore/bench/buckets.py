@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
+    DEFAULT_BUCKET_MB,
     WARM_UP_STEPS,
     Contender,
     build_contender,
@@ -21,32 +21,32 @@ from ddpcore.bench.contender import (
     compute_of,
     exposed_ms,
     gather,
+    parse_sizes,
     run_block,
 )
 from ddpcore.bench.environment import check_models_memory, environment, model_bytes
 from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.memory import PeakMemory
-from ddpcore.bench.result import Kind, environment_lines, size_name
+from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
-from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import field
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketsConfig(Options):
+class BucketsConfig(BenchConfig):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
+    DEFAULTS = LARGE
     EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 model=resnet18"
 
-    settings: Sequence[str] = SETTINGS
-    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
-    strategies: tuple[str, ...] = field(("ddp", "ssgd"), "comma-separated", choices=("ddp", "ssgd", "noisy_ssgd"))
+    strategies: tuple[str, ...] = field(("ddp", "ssgd"), "that average gradients, comma-separated", parts=STRATEGIES)
     bucket_mb: tuple[str, ...] = field(
         ("0.25", "1", "5", "10", "25", "50", "100", "one"),
         "largest bucket in MiB, or 'one' for one bucket; 25 is always measured",
@@ -57,16 +57,11 @@ class BucketsConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
-        self.bench()
-
-    def bench(self) -> BenchConfig:
-        """This run as a config of the comparison of strategies.
-
-        Raises:
-            ValueError: the options do not go together.
-        """
-        settings = ("model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings)
-        return BenchConfig(settings=settings, world_size=self.world_size, strategies=self.strategies)
+        for name in self.strategies:
+            if not self.strategy(name).traits.averages_gradients:
+                raise ValueError(f"--strategies: {name} averages no gradients, so it has no buckets: leave it out")
+            if is_baseline(name) and not STRATEGIES.takes(name, "bucket_cap_mb"):
+                raise ValueError(f"--strategies: {name} has no option bucket_cap_mb: leave it out")
 
     def all_sizes(self) -> list[float]:
         """The sizes of the command line and the default, in MiB, ascending."""
@@ -110,7 +105,7 @@ class Candidate:
 
 def prepare(config: BucketsConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
-    resolved = resolve_ranks(config.bench(), torchrun)
+    resolved = resolve_ranks(config, torchrun)
     build_dataset(resolved, first=True)
     # At most: sizes beyond the model build the same buckets.
     num_sizes = len({min(size, model_bytes(resolved) / MiB) for size in config.all_sizes()})
@@ -146,7 +141,23 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
     if world.rank == 0:
         seconds = {name: computes[compute_of(name)].block_seconds for name in resolved.strategies}
         rows = [row_of(one, seconds[one["strategy"]], config.steps) for one in measured]
-        _publish(config, resolved, rows, [recommend(name, measured) for name in resolved.strategies])
+        where = environment(resolved)
+        where["notes"] += [
+            f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
+            f"{size_name(row['bucket_mb'])} and are not measured"
+            for row in rows
+            if row["same_buckets_mb"]
+        ]
+        result = {
+            "environment": where,
+            "model": resolved.training.model.name,
+            "world_size": resolved.world_size,
+            "batch_size": resolved.training.data.batch_size,
+            "rounds": config.rounds,
+            "rows": rows,
+            "recommended": [recommend(name, measured) for name in resolved.strategies],
+        }
+        publish(result, KIND, config)
 
 
 def _candidates(
@@ -214,28 +225,6 @@ def recommend(strategy: str, measured: Sequence[dict[str, Any]]) -> dict[str, An
     }
 
 
-def _publish(
-    config: BucketsConfig, resolved: ResolvedConfig, rows: list[dict[str, Any]], recommended: list[dict[str, Any]]
-) -> None:
-    notes = [
-        f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
-        f"{size_name(row['bucket_mb'])} and are not measured"
-        for row in rows
-        if row["same_buckets_mb"]
-    ]
-    where = environment(resolved)
-    result = {
-        "environment": {**where, "notes": where["notes"] + notes},
-        "model": resolved.training.model.name,
-        "world_size": resolved.world_size,
-        "batch_size": resolved.training.data.batch_size,
-        "rounds": config.rounds,
-        "rows": rows,
-        "recommended": recommended,
-    }
-    publish(result, KIND, config)
-
-
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
     title = (
@@ -287,8 +276,8 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     for place, strategy in enumerate(dict.fromkeys(row["strategy"] for row in result["rows"])):
         found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
         rows = [found.get(size) for size in sizes]
-        low, middle, high = ([row and row["step_ms"][key] for row in rows] for key in ("p20", "p50", "p80"))
-        steps.append(Series(name=strategy, x=x, y=middle, low=low, high=high, style="line+points", color=place))
+        times = [row and row["step_ms"] for row in rows]
+        steps.append(spread_series(strategy, x, times, style="line+points", color=place))
         for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
             y = [row and row[key] for row in rows]
             comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
+from ddpcore.bench.contender import gather
 from ddpcore.bench.environment import check_memory, environment, free_memory
 from ddpcore.bench.result import Kind, environment_lines, has
 from ddpcore.comm import Communicator, choose_transport, connect
@@ -226,13 +227,12 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
         wrong.append(sum(num_wrong(row, offset) for row, offset in zip(found, offsets, strict=True)))
         del found
         once.append(_time(operation, lane))
+    everyone = np.array(gather((wrong, once)))  # [ranks, 2, lanes]
     # All ranks must take the same number of repeats, so the time of the slowest rank decides.
-    slowest = _over_ranks(torch.tensor(once, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
-    total_wrong = _over_ranks(torch.tensor(wrong, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
-    repeats = max(FEWEST, min(MOST, round(len(lanes) * seconds / max(sum(slowest), 1e-9))))
-    times = torch.tensor([[_time(operation, lane) for lane in lanes] for _ in range(repeats)], dtype=torch.float64)
-    of_lanes = _over_ranks(times, dist.ReduceOp.MAX).T.tolist()
-    return [row_of(operation, *of_lane) for of_lane in zip(lanes, of_lanes, map(int, total_wrong), strict=True)]
+    repeats = max(FEWEST, min(MOST, round(len(lanes) * seconds / max(everyone[:, 1].max(axis=0).sum(), 1e-9))))
+    times = np.array(gather([[_time(operation, lane) for lane in lanes] for _ in range(repeats)])).max(axis=0)
+    of_lanes = zip(lanes, times.T.tolist(), map(int, everyone[:, 0].sum(axis=0)), strict=True)
+    return [row_of(operation, *of_lane) for of_lane in of_lanes]
 
 
 def _time(operation: Operation, lane: Lane) -> float:
@@ -243,12 +243,6 @@ def _time(operation: Operation, lane: Lane) -> float:
     if lane.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def _over_ranks(values: Tensor, how: Any) -> Tensor:
-    where = values.cuda() if dist.get_backend() == "nccl" else values
-    dist.all_reduce(where, how)
-    return where.cpu()
 
 
 def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS
@@ -20,24 +21,43 @@ from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import check, field
 from ddpcore.options.keys import get, parse_settings
 from ddpcore.options.suggest import suggest
-from ddpcore.strategies.base import Strategy, check_on_nonfinite, check_transport
-from ddpcore.strategies.baselines import Single
+from ddpcore.strategies.base import Baseline, Plan, Strategy, Traits, check_on_nonfinite, check_transport
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore.topology.base import Topology
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import check_settings, merged
 from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig, plain_fields
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
-# What differs from the defaults of a TrainConfig.
+# What differs from the defaults of a TrainConfig, in all benches and in those of large models.
 DEFAULTS = {
     "model": {"name": "mlp"},
     "data": {"batch_size": 256},
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "run": {"steps": 300},
 }
+LARGE = {**DEFAULTS, "model": {"name": "resnet18"}, "data": {"name": "synthetic", "batch_size": 32}}
+SILENT = "ddpcore.bench.config:Silent"  # a name of the registry
 _OF_RUN = ("steps", "seed", "device")  # the fields of the section run that a bench uses
 _OF_RANKS = ("transport", "on_failure", "link", "learners")  # of the section strategy, see ResolvedConfig
+
+
+class Silent(Strategy):
+    """Every learner steps alone, with the hooks and the optimizer of ddpcore. Nothing is sent.
+
+    Args:
+        topology: that of the run; nobody averages over it.
+    """
+
+    name: ClassVar[str] = "silent"
+    traits: ClassVar[Traits] = Traits(quarantines=True)  # in an average that never comes
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology
+
+    @override
+    def plan(self, step: int) -> Plan:
+        return Plan(weights=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +86,8 @@ class BenchConfig(Options):
     KEY=VALUE describes the training, as in `ddpcore train`. An option of a strategy goes to those that have it.
     """
 
-    EXAMPLE = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = DEFAULTS
+    EXAMPLE: ClassVar[str] = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
 
     settings: Sequence[str] = SETTINGS
     world_size: int | None = field(None, "number of learners (4, or torchrun's)", least=1)
@@ -89,7 +110,7 @@ class BenchConfig(Options):
         """
         given = parse_settings(self.settings)
         check_settings(given)
-        values = merged(DEFAULTS, given)
+        values = merged(self.DEFAULTS, given)
         for name, flag in (("name", "--strategies"), ("learners", "--world-size")):
             if name in merged({}, {"strategy": {}, **given})["strategy"]:
                 raise ValueError(f"strategy.{name} is set: use {flag}")
@@ -132,7 +153,7 @@ class BenchConfig(Options):
         Args:
             strategy: name of the strategy.
             here: fields that depend on the machine, by section.
-            options: in place of the options of the strategy.
+            options: of the strategy, in addition to those of the settings.
             batch_size: in place of the one of the settings.
 
         Raises:
@@ -142,15 +163,18 @@ class BenchConfig(Options):
         of_all, fields = self.values.get("strategy", {}), plain_fields(StrategyConfig)
         left_out = (*_OF_RANKS, *(("on_nonfinite", "policies") if without_us else ()))
         own = {key: value for key, value in of_all.items() if key in fields and key not in left_out}
-        if options is None:
-            known = STRATEGIES.options(strategy)
-            options = {key: value for key, value in of_all.items() if key in known}
+        known = STRATEGIES.options(strategy)
+        options = {**{key: value for key, value in of_all.items() if key in known}, **(options or {})}
         optimizer = self.values["optimizer"]
         if without_us and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
             optimizer = {**optimizer, "name": f"torch_{optimizer['name']}", "fused": True}
         values = {**self.values, "optimizer": optimizer, "strategy": {**own, **options, "name": strategy}}
         data = {} if batch_size is None else {"batch_size": batch_size}
         return TrainConfig.from_dict(merged(merged(values, here or {}), {"data": data}))
+
+    def strategy(self, name: str) -> Strategy | Baseline:
+        """The strategy of this name with its options, for questions about it. No run trains with it."""
+        return self.train_config(name).checked_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +206,12 @@ class ResolvedConfig:
 
     @cached_property
     def training(self) -> TrainConfig:
-        """What all strategies have in common, as the config of ``ssgd``."""
-        return self.train_config(SSGD.name)
+        """What all strategies have in common, as the config of learners that average nothing."""
+        return self.train_config(SILENT)
+
+    def is_alone(self, strategy: str) -> bool:
+        """Whether it trains one learner, on the whole batch, so that all ranks but the first are idle."""
+        return self.config.strategy(strategy).traits.most_learners == 1
 
     @property
     def num_steps(self) -> int:
@@ -199,7 +227,7 @@ class ResolvedConfig:
         Raises:
             ValueError: see :meth:`BenchConfig.train_config`.
         """
-        here: dict[str, Any] = {"learners": 1 if strategy == Single.name else self.world_size}
+        here: dict[str, Any] = {"learners": 1 if self.is_alone(strategy) else self.world_size}
         if not is_baseline(strategy):
             here |= {name: self.config.value(f"strategy.{name}") for name in ("on_failure", "link")}
             here["transport"] = self.transport_name or "auto"
@@ -235,14 +263,12 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         transport = choose_transport(wanted, world_size=world_size, device=device, num_hosts=num_hosts, may_die=may_die)
     elif wanted != "auto":
         raise ValueError(f"strategy.transport={wanted} is for real ranks: leave it out, or use --backend gloo")
-    config.train_config(SSGD.name).make_topology().validate(world_size)
+    config.train_config(SILENT).make_topology().validate(world_size)
     chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
     if world_size == 1:
         notes.append("one learner: no strategy averages anything; take --world-size 2 or more")
     if choice.backend == "virtual":
-        of_ranks = [
-            name for name in chosen if "virtual" not in config.train_config(name).checked_strategy.traits.transports
-        ]
+        of_ranks = [name for name in chosen if "virtual" not in config.strategy(name).traits.transports]
         if of_ranks and config.strategies is not None:
             raise ValueError(
                 f"{of_ranks[0]} needs real ranks: leave it out of --strategies, or use --backend gloo or nccl"
@@ -281,8 +307,8 @@ def _that_go_on(config: BenchConfig, choice: Choice, chosen: tuple[str, ...], no
     """
     if choice.backend == "virtual":
         raise ValueError("strategy.on_failure=shrink is for real ranks, and these learners are virtual: leave it out")
-    if config.strategies is not None and (ends := [name for name in chosen if is_baseline(name)]):
+    ends = [name for name in chosen if is_baseline(name)]
+    if config.strategies is not None and ends:
         raise ValueError(f"strategy.on_failure=shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
-    if config.strategies is None:
-        notes.append("ddp ends when a rank dies and is left out: the ratio to it is unknown")
-    return tuple(name for name in chosen if not is_baseline(name))
+    notes += [f"{name} ends when a rank dies and is left out: the ratio to it is unknown" for name in ends]
+    return tuple(name for name in chosen if name not in ends)

@@ -14,27 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, bucket_options, ddp_options
-from ddpcore.bench.config import ResolvedConfig
+from ddpcore.bench.config import SILENT, ResolvedConfig
 from ddpcore.bench.gpu import GpuMeter
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.groups import Call, barrier, default_group
 from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
+from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.baselines import DDP, Single
+from ddpcore.strategies.base import Baseline, Strategy, Traits
 from ddpcore.strategies.learner import NonFiniteError
-from ddpcore.strategies.local_sgd import LocalSGD
-from ddpcore.strategies.registry import is_baseline
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.training import Trainer
 from ddpcore.training.build import LearnerPlacement, build_trainer, check_parts, read_dataset
 
-# Hidden contenders do the work of ddp, and of ddpcore's strategies with their hooks and optimizer, on every rank and
-# without any communication.
-COMPUTE, OWN_COMPUTE = HIDDEN = ("compute", "own_compute")
-NEVER = 2**40  # a period that no run reaches: local_sgd without an average is a step without communication
+COMPUTE, OWN_COMPUTE = "compute", "own_compute"
+# Hidden contenders do the work of baselines, and of ddpcore's strategies with their hooks and optimizer, on every rank
+# and without any communication. With which strategy each trains:
+HIDDEN = {COMPUTE: "single", OWN_COMPUTE: SILENT}
+DEFAULT_BUCKET_MB = 25.0  # of distribute() and of DistributedDataParallel, both with a first bucket of 1 MiB
+LARGEST_BUCKET_MB = 2.0**20  # larger than any model
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after its first step, ddpcore before the second
 
 
@@ -43,7 +43,8 @@ class Contender:
     """A strategy on this rank.
 
     Attributes:
-        trainer: None if this rank is idle (``single`` runs only on rank 0).
+        trainer: None if this rank is idle, because the strategy trains one learner, on rank 0.
+        strategy: that it trains with, for questions about it.
         step_seconds: of every timed step on this rank.
         block_seconds: of every timed block, until the slowest rank was done.
         block_samples: samples of every timed block, of all learners.
@@ -52,10 +53,16 @@ class Contender:
 
     name: str
     trainer: Trainer | None
+    strategy: Strategy | Baseline
     step_seconds: list[float] = field(default_factory=list)
     block_seconds: list[float] = field(default_factory=list)
     block_samples: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def traits(self) -> Traits:
+        """What its strategy is like."""
+        return self.strategy.traits
 
     @property
     def comm(self) -> Communicator | None:
@@ -106,13 +113,17 @@ class Contender:
             self.losses.append(loss)
 
     def bytes_per_step(self, world_size: int) -> float | None:
-        """Bytes that one learner sends in a step; for DDP those of an all-reduce of its gradients."""
-        if self.trainer is None or self.name in (Single.name, *HIDDEN):
+        """Bytes that one learner sends in a step; None if unknown.
+
+        For a baseline that averages gradients: those of an all-reduce of them.
+        """
+        if self.trainer is None or self.traits.most_learners == 1:
             return 0.0
         handle = self.trainer.handle
-        if self.name == DDP.name:
-            return float(all_reduce_bytes(4 * sum(p.numel() for p in handle.model.parameters()), world_size))
-        return None if handle.learner is None else handle.learner.comm.bytes_sent / max(1, handle.learner.step)
+        if handle.learner is not None:
+            return handle.learner.comm.bytes_sent / max(1, handle.learner.step)
+        numel = sum(parameter.numel() for parameter in handle.model.parameters())
+        return float(all_reduce_bytes(4 * numel, world_size)) if self.traits.averages_gradients else None
 
 
 def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
@@ -130,7 +141,7 @@ def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | Non
 
 def compute_of(name: str) -> str:
     """The hidden contender that does the same work as a strategy."""
-    return COMPUTE if name == DDP.name else OWN_COMPUTE
+    return COMPUTE if is_baseline(name) else OWN_COMPUTE
 
 
 def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequence[int]) -> float:
@@ -165,7 +176,7 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
         ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
             too large.
     """
-    config = resolved.config.train_config(SSGD.name)  # all strategies have the same data and model
+    config = resolved.config.train_config(SILENT)  # all strategies have the same data and model
     dataset = read_dataset(config, first=first)
     if first:
         data, seed = config.data, config.run.seed
@@ -181,21 +192,55 @@ def build_contender(
 
     ``bucket_mb`` is the largest bucket of averaged gradients; infinity puts all gradients into one bucket.
     """
-    if name == Single.name and world.rank != 0:
-        return Contender(name, None)
-    if name == COMPUTE:
-        share = resolved.training.data.batch_size // resolved.world_size
-        config = resolved.train_config(Single.name, batch_size=share)
-    elif name == OWN_COMPUTE:
-        config = resolved.train_config(LocalSGD.name, options={"period": NEVER})
-    elif name == DDP.name:
-        config = resolved.train_config(name, options=ddp_options(bucket_mb))
-    else:
-        config = resolved.train_config(name)
+    if is_idle(name, resolved, world):
+        return Contender(name, None, resolved.config.strategy(name))
+    strategy = HIDDEN.get(name, name)
+    share = resolved.training.data.batch_size // resolved.world_size if name == COMPUTE else None
+    own = ddp_options(bucket_mb) if STRATEGIES.takes(strategy, "bucket_cap_mb") else {}
+    config = resolved.train_config(strategy, options=own, batch_size=share)
     options: dict[str, Any] = {}
-    if not is_baseline(config.strategy.name):
+    if not is_baseline(strategy):
         options = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
         options["buckets"] = bucket_options(bucket_mb)
-    is_spread = config.strategy.name != Single.name and not resolved.is_virtual
+    is_spread = not resolved.is_alone(strategy) and not resolved.is_virtual
     placement = LearnerPlacement.of(config, world if is_spread else World())
-    return Contender(name, build_trainer(placement, dataset, **options))
+    return Contender(name, build_trainer(placement, dataset, **options), config.checked_strategy)
+
+
+def is_idle(name: str, resolved: ResolvedConfig, world: World) -> bool:
+    """Whether a contender leaves this rank idle."""
+    return world.rank != 0 and name not in HIDDEN and resolved.is_alone(name)
+
+
+def parse_sizes(names: Sequence[str]) -> list[float]:
+    """Bucket sizes in MiB from the command line; ``one``, a single bucket for all gradients, is infinity.
+
+    Raises:
+        ValueError: a text is not a size, or a size occurs twice.
+    """
+    sizes = [_parse_size(name) for name in names]
+    if len(set(sizes)) != len(sizes):
+        raise ValueError("--bucket-mb has a size twice: give each once")
+    return sizes
+
+
+def _parse_size(name: str) -> float:
+    try:
+        size = math.inf if name == "one" else float(name)
+    except ValueError:
+        size = math.nan
+    if not size > 0 or (math.isinf(size) and name != "one"):
+        raise ValueError(f"--bucket-mb: {name!r} is not a size above 0 in MiB: give sizes such as 1,25,one")
+    return size
+
+
+def ddp_options(bucket_mb: float) -> dict[str, Any]:
+    """Options of the strategy ``ddp``; none for the default size, because a cap also limits DDP's first bucket."""
+    return {} if bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": min(bucket_mb, LARGEST_BUCKET_MB)}
+
+
+def bucket_options(bucket_mb: float) -> dict[str, Any]:
+    """Arguments of :func:`ddpcore.distribute`."""
+    bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
+    first = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)
+    return {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddpcore.bench.contender import Contender
+from ddpcore.comm.base import Work
 from ddpcore.comm.groups import barrier
 from ddpcore.parameters.buckets import messages
 
@@ -47,8 +48,25 @@ def averages(one: Contender) -> list[Call]:
     if learner is None:
         device = one.trainer.dataset.train.labels.device
         return [partial(dist.all_reduce, torch.zeros(size // _ITEMSIZE, device=device)) for size in bucket_bytes(one)]
-    comm, flat = learner.comm, learner.flat
-    return [lambda b=begin, e=end: comm.average_(flat.grad_LP[:, b:e]).wait() for begin, end in messages(flat)]  # type: ignore[misc]
+    flat = learner.flat
+    return [lambda b=begin, e=end: _start(one, flat.grad_LP[:, b:e]).wait() for begin, end in messages(flat)]  # type: ignore[misc]
+
+
+def average_together(one: Contender) -> None:
+    """Average all messages of a strategy of ddpcore at once, as in a backward pass. Collective."""
+    assert one.trainer is not None
+    assert one.trainer.handle.learner is not None
+    flat = one.trainer.handle.learner.flat
+    for work in [_start(one, flat.grad_LP[:, begin:end]) for begin, end in messages(flat)]:
+        work.wait()
+
+
+def _start(one: Contender, columns: torch.Tensor) -> Work:
+    """Begin the average of some columns of the gradients, of all learners or of each group."""
+    assert one.trainer is not None
+    assert one.trainer.handle.learner is not None
+    comm, size = one.trainer.handle.learner.comm, one.traits.group
+    return comm.average_(columns) if size == 1 else comm.average_groups_(columns, size)
 
 
 @torch.no_grad()

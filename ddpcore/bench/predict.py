@@ -4,86 +4,84 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Table
 
 from ddpcore.bench import step_model
-from ddpcore.bench.bucket_sizes import DEFAULT_BUCKET_MB, parse_sizes
 from ddpcore.bench.command import publish, resolve_ranks, start_ranks
-from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig
+from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
+    DEFAULT_BUCKET_MB,
     OWN_COMPUTE,
     WARM_UP_STEPS,
     Contender,
     build_contender,
     build_dataset,
     gather,
+    parse_sizes,
     run_block,
 )
 from ddpcore.bench.environment import check_models_memory, environment
-from ddpcore.bench.isolated_comm import Call, averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.result import Kind, environment_lines, size_name
-from ddpcore.bench.step_model import Compute, Machine, Transfer
+from ddpcore.bench.isolated_comm import Call, average_together, averages, bucket_bytes, message_bytes, time_calls
+from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
+from ddpcore.bench.step_model import Machine, Step, Transfer
 from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
-from ddpcore.options.command_line import SETTINGS
+from ddpcore.ops import WeightAverage
 from ddpcore.options.fields import field
-from ddpcore.parameters.buckets import messages
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.dpsgd import DPSGD
-from ddpcore.strategies.local_sgd import LocalSGD
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore.strategies.base import Plan, Strategy
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.topology.registry import TOPOLOGIES
 
-STRATEGIES = (SSGD.name, DPSGD.name, LocalSGD.name)
+Part = TypeVar("Part")
+KINDS = ("messages", "together", "exchange", "average")
+COMPARED = ("ssgd", "dpsgd", "local_sgd")
+Parts = Mapping[str, Sequence[Part]]
+"""What is measured alone, by kind: ``messages`` with gradients, all of them ``together``, the ``exchange`` of weights
+with neighbours, and the ``average`` of weights, of all learners or with such an exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictConfig(Options):
+class PredictConfig(BenchConfig):
     """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
+    DEFAULTS = LARGE
     EXAMPLE = "python -m ddpcore.bench predict --world-size 4 model=resnet18"
 
-    settings: Sequence[str] = SETTINGS
-    world_size: int | None = field(None, "number of ranks (4, or torchrun's)")
-    strategies: tuple[str, ...] = field(STRATEGIES, "comma-separated", choices=STRATEGIES)
-    topology: tuple[str, ...] = field(("ring", "random_pair"), "of dpsgd", parts=TOPOLOGIES)
-    bucket_mb: tuple[str, ...] = field(("1", "25"), "of ssgd: largest bucket in MiB, or 'one'")
+    strategies: tuple[str, ...] = field(COMPARED, "comma-separated", parts=STRATEGIES)
+    topology: tuple[str, ...] = field(("ring", "random_pair"), "of strategies with neighbours", parts=TOPOLOGIES)
+    bucket_mb: tuple[str, ...] = field(("1", "25"), "of averaged gradients: largest bucket in MiB, or 'one'")
     transport: tuple[str, ...] = field(("auto",), choices=TRANSPORTS)
-    period: int = field(4, "steps between two averages in local_sgd, and in each turn", least=1)
+    period: int = field(4, "steps in each turn, and of strategies that have such an option", least=1)
     rounds: int = field(5, "turns of each strategy", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sizes(self.bucket_mb)
-        self.benches()
+        for name in self.strategies:
+            if is_baseline(name):
+                raise ValueError(f"--strategies: no part of {name} can be measured alone, leave it out: take ssgd")
+            if not self.strategy(name).traits.waits:
+                raise ValueError(f"--strategies: learners of {name} wait for nobody, so no step ends: leave it out")
 
-    def benches(self) -> list[BenchConfig]:
-        """These runs as configs of the comparison of strategies, one for each topology and transport.
-
-        Raises:
-            ValueError: the options do not go together.
-        """
-        settings = ["model=resnet18", "data=synthetic", "data.batch_size=32", *self.settings]
-        if LocalSGD.name in self.strategies:
-            settings.append(f"strategy.period={self.period}")
+    def benches(self) -> list[PredictConfig]:
+        """This config for each topology and transport. Raises ValueError if they do not go with the settings."""
+        has_period = any("period" in STRATEGIES.options(name) for name in self.strategies)
+        given = (*self.settings, f"strategy.period={self.period}") if has_period else tuple(self.settings)
         return [
-            BenchConfig(
-                settings=(*settings, f"strategy.topology={graph}", f"strategy.transport={name}"),
-                world_size=self.world_size,
-                strategies=self.strategies,
-            )
+            replace(self, settings=(*given, f"strategy.topology={graph}", f"strategy.transport={name}"))
             for name in self.transport
             for graph in self.topology
         ]
@@ -97,23 +95,24 @@ class Turn:
         compute: seconds of a step without communication, until the slowest rank was done.
         compute_cpu: processor seconds of it on this rank.
         step: seconds of a real step, until the slowest rank was done.
-        parts: seconds and processor seconds of each part.
+        parts: seconds and processor seconds.
     """
 
     compute: float
     compute_cpu: float
     step: float
-    parts: Sequence[tuple[float, float]]
+    parts: Parts[tuple[float, float]]
 
 
 @dataclass
 class Case:
-    """A contender, the parts of its communication as blocking calls, and its turns."""
+    """A contender, the parts of its communication as blocking calls, and its turns with their plans."""
 
     contender: Contender
     resolved: ResolvedConfig
     bucket_mb: float | None
-    parts: list[Call]
+    plans: list[list[Plan]]
+    parts: Parts[Call]
     turns: list[Turn] = field(list)
 
     def take_turn(self, compute: Contender, num_steps: int) -> None:
@@ -122,12 +121,13 @@ class Case:
         run_block(compute, num_steps, True)
         cpu = time.process_time() - before
         run_block(self.contender, num_steps, True)
-        timed = [time_calls([part], self.resolved.device) for part in self.parts]
+        device = self.resolved.device
+        timed = {kind: [time_calls([call], device) for call in calls] for kind, calls in self.parts.items()}
         turn = Turn(
             compute=compute.block_seconds[-1] / num_steps,
             compute_cpu=cpu / num_steps,
             step=self.contender.block_seconds[-1] / num_steps,
-            parts=[(seconds, part_cpu) for (seconds,), part_cpu in timed],
+            parts={kind: [(seconds, part_cpu) for (seconds,), part_cpu in found] for kind, found in timed.items()},
         )
         self.turns.append(turn)
 
@@ -153,7 +153,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
         for resolved, name, bucket_mb in plan:
             contender = build_contender(name, resolved, world, dataset, bucket_mb or DEFAULT_BUCKET_MB)
             run_block(contender, WARM_UP_STEPS, False)
-            cases.append(Case(contender, resolved, bucket_mb, _parts(contender, resolved)))
+            cases.append(_case(contender, resolved, bucket_mb, config))
             progress.advance(1, name)
         timer = StepTimer(compute)
         for _ in range(config.rounds):
@@ -165,7 +165,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
                 case.take_turn(compute, config.period)
                 progress.advance(1, case.contender.name)
     cores = launch.num_cores() * max(1, world.world_size // world.local_world_size)
-    rows = [row_of(case, gather(case.turns), timer, config.period, cores) for case in cases]
+    rows = [row_of(case, gather(case.turns), timer, cores) for case in cases]
     if world.rank == 0:
         step = timer.compute(quantiles(compute.block_seconds)["p50"] / config.period)
         result = {
@@ -183,97 +183,114 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
 def _cases(
     resolved: ResolvedConfig, runs: list[ResolvedConfig], config: PredictConfig
 ) -> list[tuple[str, float | None]]:
-    """Strategies and bucket sizes of a run. Strategies without topology are only in the first run of each transport."""
+    """Strategies and bucket sizes of a run. Strategies without neighbours are only in the first of each transport."""
     first = next(one for one in runs if one.transport == resolved.transport) is resolved
     cases: list[tuple[str, float | None]] = []
     for name in config.strategies:
-        if name == SSGD.name:
-            cases += [(name, size) for size in parse_sizes(config.bucket_mb) if first]
-        elif first or name == DPSGD.name:
-            cases.append((name, None))
+        strategy = resolved.config.strategy(name)
+        if first or strategy.topology is not None:
+            sizes = parse_sizes(config.bucket_mb) if strategy.traits.averages_gradients else [None]
+            cases += [(name, size) for size in sizes]
     return cases
 
 
-def _parts(one: Contender, resolved: ResolvedConfig) -> list[Call]:
-    """The communication of a strategy, in the order in which :func:`predict` expects its transfers.
-
-    For ssgd the average of each message and of all at once, for local_sgd the average of all weights, for dpsgd the
-    exchange without and with the mix.
-    """
+def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, config: PredictConfig) -> Case:
+    """A contender after its warm-up, with the communication that its plan has in some turn."""
     assert one.trainer is not None
-    learner = one.trainer.handle.learner
+    strategy, learner = one.strategy, one.trainer.handle.learner
+    assert isinstance(strategy, Strategy)
     assert learner is not None
-    comm, flat = learner.comm, learner.flat
-    graph = resolved.training.make_topology()
-    steps = count()
+    first, period = learner.step, config.period
+    plans = [
+        [strategy.plan(step) for step in range(begin, begin + period)]
+        for begin in range(first, first + config.rounds * period, period)
+    ]
+    comm, flat, steps = learner.comm, learner.flat, count()
 
-    def together() -> None:
-        works = [comm.average_(flat.grad_LP[:, begin:end]) for begin, end in messages(flat)]
-        for work in works:
-            work.wait()
+    def exchanged() -> WeightAverage:
+        assert strategy.topology is not None
+        return comm.exchange_in_place(flat.param_LP, strategy.topology, next(steps)).mixture()
 
-    def exchange() -> None:  # moves the parameters to older weights: only times matter here
-        flat.move_to(comm.exchange_in_place(flat.param_LP, graph, next(steps)).mixture().out)
-
-    def exchange_and_mix() -> None:
-        flat.average_(comm.exchange_in_place(flat.param_LP, graph, next(steps)).mixture())
-
-    if one.name == SSGD.name:
-        return [*averages(one), together]
-    if one.name == LocalSGD.name:
-        return [lambda: comm.average_(flat.param_LP).wait()]
-    return [exchange, exchange_and_mix]
-
-
-def predict(
-    name: str, compute: Compute, parts: Sequence[Transfer], sizes: Sequence[int], period: int, machine: Machine
-) -> float:
-    """Seconds of a step of a strategy, from the transfers of :func:`_parts` and the sizes of ssgd's messages."""
-    if name == SSGD.name:
-        *messages, together = parts
-        # Averages that run at the same time are faster than one after the other; each gets its share of that time.
-        total = sum(message.seconds for message in messages) or math.inf
-        shares = [message.seconds / total for message in messages]
-        transfers = [Transfer(seconds=share * together.seconds, cpu=share * together.cpu) for share in shares]
-        return step_model.ssgd(compute, transfers, sizes, machine)
-    if name == LocalSGD.name:
-        return step_model.local_sgd(compute, parts[0], period, machine)
-    exchange, mixed = parts
-    mix = Transfer(seconds=max(0.0, mixed.seconds - exchange.seconds), cpu=max(0.0, mixed.cpu - exchange.cpu))
-    return step_model.dpsgd(compute, exchange, mix, machine)
+    parts: dict[str, list[Call]] = {kind: [] for kind in KINDS}
+    if any(plan.averages_gradients for turn in plans for plan in turn):
+        parts |= {"messages": averages(one), "together": [lambda: average_together(one)]}
+    if any(plan.averages_weights for turn in plans for plan in turn):
+        if strategy.topology is None:
+            parts["average"] = [lambda: comm.average_(flat.param_LP).wait()]
+        else:
+            # The exchange alone moves the parameters to older weights: only times matter here.
+            parts |= {
+                "exchange": [lambda: flat.move_to(exchanged().out)],
+                "average": [lambda: flat.average_(exchanged())],
+            }
+    return Case(one, resolved, bucket_mb, plans, parts)
 
 
-def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, period: int, cores: int) -> dict[str, Any]:
+def steps_of(plans: Sequence[Plan], parts: Parts[Transfer], sizes: Sequence[int], overlaps: bool) -> list[Step]:
+    """What is sent in each step.
+
+    Args:
+        plans: of the steps.
+        parts: of the strategy.
+        sizes: of the messages.
+        overlaps: whether weights are sent during the computation, see :class:`ddpcore.Traits`.
+    """
+    # Averages that run at the same time are faster than one after the other; each gets its share of that time.
+    total = sum(message.seconds for message in parts["messages"]) or math.inf
+    messages = [
+        Transfer(seconds=one.seconds / total * together.seconds, cpu=one.seconds / total * together.cpu)
+        for together in parts["together"]
+        for one in parts["messages"]
+    ]
+    hidden, after = None, next(iter(parts["average"]), None)
+    if overlaps and after is not None:
+        hidden = next(iter(parts["exchange"]), after)
+        after = Transfer(seconds=max(0.0, after.seconds - hidden.seconds), cpu=max(0.0, after.cpu - hidden.cpu))
+    return [
+        Step(
+            messages=messages if plan.averages_gradients else (),
+            sizes=sizes if plan.averages_gradients else (),
+            hidden=hidden if plan.averages_weights else None,
+            after=after if plan.averages_weights else None,
+        )
+        for plan in plans
+    ]
+
+
+def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cores: int) -> dict[str, Any]:
     """The row of a case, as in the JSON file: a prediction for each turn from that turn, and medians over turns."""
-    contender, resolved = case.contender, case.resolved
-    name, is_dpsgd = contender.name, contender.name == DPSGD.name
+    contender, resolved, traits = case.contender, case.resolved, case.contender.traits
     on_cpu = resolved.device == "cpu"
     num_threads = resolved.world_size * launch.threads_per_rank(resolved.world_size)
     sizes = message_bytes(contender)
     predicted, measured, comm = [], [], []
-    for turns in zip(*everyone, strict=True):
+    for plans, turns in zip(case.plans, zip(*everyone, strict=True), strict=True):
         compute = timer.compute(turns[0].compute, sum(turn.compute_cpu for turn in turns) if on_cpu else 0.0)
-        parts = [
-            Transfer(seconds=max(seconds for seconds, _ in ranks), cpu=sum(cpu for _, cpu in ranks))
-            for ranks in zip(*(turn.parts for turn in turns), strict=True)
-        ]
+        parts = {kind: _slowest([turn.parts[kind] for turn in turns]) for kind in KINDS}
         available = step_model.available_cores(compute, cores, num_threads) if on_cpu else math.inf
         machine = Machine(cores=available, background=resolved.transport_name in ("pg", "mixed"))
-        predicted.append(predict(name, compute, parts, sizes, period, machine))
+        predicted.append(step_model.predict(compute, steps_of(plans, parts, sizes, traits.overlaps), machine))
         measured.append(turns[0].step)
-        comm.append(parts[0 if is_dpsgd else -1].seconds)
+        comm.append(sum(one.seconds for one in (*parts["together"], *(parts["exchange"] or parts["average"]))))
     errors = [step_model.error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
     return {
-        "strategy": name,
-        "topology": resolved.training.strategy.topology if is_dpsgd else None,
+        "strategy": contender.name,
+        "topology": resolved.training.strategy.topology if contender.strategy.topology is not None else None,
         "bucket_mb": case.bucket_mb,
-        "num_buckets": len(bucket_bytes(contender)) if name == SSGD.name else None,
+        "num_buckets": len(bucket_bytes(contender)) if traits.averages_gradients else None,
         "transport": resolved.transport_name,
         "comm_ms": 1e3 * median(comm),
         "predicted_ms": 1e3 * median(predicted),
         "measured_ms": quantiles(1e3 * seconds for seconds in measured),
         "error_pct": median(errors),
     }
+
+
+def _slowest(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[Transfer]:
+    return [
+        Transfer(seconds=max(seconds for seconds, _ in one), cpu=sum(cpu for _, cpu in one))
+        for one in zip(*ranks, strict=True)
+    ]
 
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
@@ -301,8 +318,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
     The cases are those of each side with the smallest predicted time. If others were measured as faster, it says so.
     """
-    gradients = [row for row in rows if row["strategy"] == "ssgd"]
-    weights = [row for row in rows if row["strategy"] != "ssgd"]
+    gradients = [row for row in rows if row["num_buckets"] is not None]
+    weights = [row for row in rows if row["num_buckets"] is None]
     if not gradients or not weights:
         return "will it pay: name ssgd and another strategy to compare"
     keys = (lambda row: row["predicted_ms"], lambda row: row["measured_ms"]["p50"])
@@ -341,8 +358,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result, as in the JSON file."""
     names = [case_name(row) for row in result["rows"]]
     predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
-    low, middle, high = ([row["measured_ms"][key] for row in result["rows"]] for key in ("p20", "p50", "p80"))
-    measured = Series(name="measured", x=names, y=middle, low=low, high=high)
+    measured = spread_series("measured", names, [row["measured_ms"] for row in result["rows"]])
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 

@@ -49,9 +49,14 @@ def has(key: str) -> Callable[[dict[str, Any]], bool]:
 def bars(title: str, label: str, names: Sequence[str], quantiles: Sequence[Any]) -> Chart:
     """Bars of medians from p20 to p80; rows without numbers are left out."""
     found = [(name, values) for name, values in zip(names, quantiles, strict=True) if values is not None]
-    low, middle, high = ([values[key] for _, values in found] for key in ("p20", "p50", "p80"))
-    series = Series(name=label, x=[name for name, _ in found], y=middle, low=low, high=high)
+    series = spread_series(label, [name for name, _ in found], [values for _, values in found])
     return Chart(title=title, kind="bars", x_label=f"{label}, median, p20 to p80", series=[series])
+
+
+def spread_series(name: str, x: Sequence[Any], quantiles: Sequence[Any], **style: Any) -> Series:
+    """Medians from p20 to p80; None is a gap. ``style`` has further fields of the series."""
+    low, middle, high = ([one and one[key] for one in quantiles] for key in ("p20", "p50", "p80"))
+    return Series(name=name, x=x, y=middle, low=low, high=high, **style)
 
 
 def environment_lines(environment: Mapping[str, Any]) -> list[str]:

@@ -26,6 +26,7 @@ from ddpcore.bench.contender import (
     compute_of,
     exposed_ms,
     gather,
+    is_idle,
     run_block,
 )
 from ddpcore.bench.environment import environment
@@ -36,11 +37,11 @@ from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.baselines import DDP, Single
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import Trainer
 from ddpcore.training.build import threads_for
 
+REFERENCE = "ddp"  # the row to which the others' speed is related
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = (
@@ -80,7 +81,7 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     meter = GpuMeter() if resolved.device == "cuda" else None
     names = dict.fromkeys(resolved.strategies)
     if not resolved.is_virtual:
-        names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if name != Single.name)
+        names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if not resolved.is_alone(name))
     contenders = [_build(name, resolved, world, dataset, meter) for name in names]
     torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
     total = num_steps * len(contenders)
@@ -117,8 +118,7 @@ def _build(
     name: str, resolved: ResolvedConfig, world: World, dataset: data.Dataset, meter: GpuMeter | None
 ) -> Contender:
     """The contender; the meter counts the GPU memory that it allocates, except on idle ranks."""
-    is_idle = name == Single.name and world.rank != 0
-    with nullcontext() if meter is None or is_idle else meter.turn(name, timed=False):
+    with nullcontext() if meter is None or is_idle(name, resolved, world) else meter.turn(name, timed=False):
         return build_contender(name, resolved, world, dataset)
 
 
@@ -148,7 +148,7 @@ def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) ->
     evaluation, distance, consensus_ms = None, None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
         evaluation = trainer.evaluate(trainer.evaluation_model())
-    if trainer is not None and one.name != Single.name:
+    if trainer is not None and one.traits.most_learners != 1:
         distance, consensus_ms = _consensus(one, trainer)
     return {
         "name": one.name,
@@ -188,23 +188,24 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
     """A row for each strategy; :func:`publish` replaces NaN and infinity by None."""
     block_seconds = {result["name"]: result["block_seconds"] for result in results}
     steps = [length for length, timed in _blocks(resolved.num_steps) if timed]
-    rows = []
+    against, rows = block_seconds.get(REFERENCE), []
     for result in results:
         name, seconds = result["name"], result["block_seconds"]
         if name in HIDDEN:
             continue
+        is_alone = resolved.is_alone(name)
         exposed, ratio = None, None
-        if compute_of(name) in block_seconds and name != Single.name:
+        if compute_of(name) in block_seconds and not is_alone:
             exposed = exposed_ms(seconds, block_seconds[compute_of(name)], steps)
-        if DDP.name in block_seconds:
-            ratios = (theirs / ours for theirs, ours in zip(block_seconds[DDP.name], seconds, strict=True))
+        if against is not None:
+            ratios = (theirs / ours for theirs, ours in zip(against, seconds, strict=True))
             ratio = quantiles(ratios)["p50"]
         rates = [num / s for num, s in zip(result["block_samples"], seconds, strict=True)]
         rows.append(
             {
                 "strategy": name,
                 "topology": resolved.training.strategy.topology if STRATEGIES.takes(name, "topology") else None,
-                "world_size": 1 if name == Single.name else resolved.world_size,
+                "world_size": 1 if is_alone else resolved.world_size,
                 "samples_per_s": quantiles(rates)["p50"],
                 "step_ms": result["step_ms"],
                 "exposed_comm_ms": exposed,
@@ -239,12 +240,14 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
 
 def seen(rows: list[dict[str, Any]]) -> list[str]:
     """What the table shows: the fastest strategy beside ddp, test errors, divergence and deaths, a line each."""
-    rows = [row for row in rows if row["strategy"] != "single"]
+    most = max((row["world_size"] for row in rows), default=0)
+    rows = [row for row in rows if row["world_size"] == most]  # one learner with the whole batch is no competitor
     lines = []
-    against = [row for row in rows if row["ratio_to_ddp"] is not None and row["strategy"] != "ddp"]
+    against = [row for row in rows if row["ratio_to_ddp"] is not None and row["strategy"] != REFERENCE]
     if against:
         best = max(against, key=lambda row: row["ratio_to_ddp"])
-        lines.append(f"speed: {_name(best)} trains {best['ratio_to_ddp']:.2f} times as many samples a second as ddp")
+        ratio = f"{best['ratio_to_ddp']:.2f}"
+        lines.append(f"speed: {_name(best)} trains {ratio} times as many samples a second as {REFERENCE}")
     known = sorted((row for row in rows if row["test_error_pct"] is not None), key=lambda row: row["test_error_pct"])
     if len(known) > 1:
         errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)

@@ -2,139 +2,115 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.table import Table
-from torch import Tensor
 
-from ddpcore.bench.command import publish
-from ddpcore.bench.config import Options, resolve_device
+from ddpcore.bench.command import publish, resolve_here, start_ranks
+from ddpcore.bench.config import DEFAULTS, BenchConfig, ResolvedConfig
+from ddpcore.bench.contender import WARM_UP_STEPS, Contender, build_contender, build_dataset, run_block
+from ddpcore.bench.environment import environment
 from ddpcore.bench.result import Kind, bars, has
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.display.chart import Chart
 from ddpcore.display.table import interval, table_of
-from ddpcore.distributed.distribute import distribute
-from ddpcore.models import MODELS
-from ddpcore.optim import FusedSGD
 from ddpcore.options.fields import field
-from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
-from ddpcore.runtime.machine import machine
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.topology.registry import TOPOLOGIES
-from ddpcore.training.trainer import learner_losses
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
+from ddpcore.training.build import threads_for
 
-COMPARED = ("ssgd", "dpsgd", "local_sgd")
-WARM_UP = 5  # steps of each contender
+LENET = {**DEFAULTS, "model": {"name": "lenet5"}, "data": {"batch_size": 1024}, "strategy": {"topology": "ring"}}
+# "off again" shows how much two equal loops differ on this machine.
+WATCHED = ("off", "off again", "free", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatsConfig(Options):
+class StatsConfig(BenchConfig):
     """Time steps without statistics, with those that cost nothing extra, and with all, interleaved."""
 
+    DEFAULTS = LENET
     EXAMPLE = "python -m ddpcore.bench stats --world-size 4 --every 50"
 
-    world_size: int = field(2, "ranks, or virtual learners")
-    backend: str = field("gloo", choices=("gloo", "virtual"))
-    strategy: str = field("ssgd", choices=COMPARED)
-    device: str = field("cpu", "cuda needs virtual learners", choices=("cpu", "cuda"))
-    model: str = field("lenet5", parts=MODELS)
-    batch_size: int = field(256, "samples of a learner's batch", least=1)
+    strategies: tuple[str, ...] = field(("ssgd",), "one of them", parts=STRATEGIES)
     every: int = field(50, "steps between two records", least=1)
     blocks: int = field(10, "blocks of --every steps of each contender, in turn", least=1)
-    threads: int = field(1, "of each rank", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.world_size < 2:
-            raise ValueError(f"--world-size is {self.world_size}: the estimate needs two batches, take at least 2")
-        if self.device == "cuda" and self.backend != "virtual":
-            raise ValueError("--device cuda is for learners that share a GPU: use --backend virtual")
-        resolve_device(self.device, torch.cuda.device_count())
+        name, *others = self.strategies
+        if others:
+            raise ValueError(f"--strategies has {len(self.strategies)} names: give one")
+        if is_baseline(name) or self.strategy(name).traits.no_mean:
+            raise ValueError(f"--strategies: {name} trains no mean that statistics could follow: take ssgd")
 
 
 def prepare(config: StatsConfig, torchrun: World | None) -> Callable[[], None]:
-    """A function that starts the ranks; the config needs no further check."""
-    return lambda: launch.run(run_rank, (config,), world_size=config.world_size, backend=config.backend)
+    """Check the config on this machine; return a function that starts the ranks."""
+    resolved = resolve_here(config, torchrun)
+    if resolved.world_size < 2:
+        raise ValueError(f"--world-size is {resolved.world_size}: the estimate needs two batches, take at least 2")
+    build_dataset(resolved, first=True)
+    return start_ranks(run_rank, resolved, config)
 
 
-class Contender:
-    """One training loop, with the statistics that ``watch`` attaches to it."""
-
-    def __init__(self, name: str, config: StatsConfig, watch: Watch) -> None:
-        self.name, self.config = name, config
-        virtual = config.backend == "virtual"
-        torch.manual_seed(0)
-        model = MODELS.build(config.model).to(config.device)
-        self.optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
-        strategy = STRATEGIES.build(config.strategy, topology=TOPOLOGIES.build("ring"))
-        self.handle = distribute(model, self.optimizer, strategy, learners=config.world_size if virtual else None)
-        rows = (config.world_size,) if virtual else ()
-        batch = MODELS.spec(config.model).random_batch(*rows, config.batch_size)
-        self.inputs, self.labels = (tensor.to(config.device) for tensor in batch)
-        self.stacked = virtual
-        self.seconds: list[float] = []
-        self.statistics = watch(self)
-
-    def loss(self) -> Tensor:
-        """Sum over the learners of this process."""
-        return learner_losses(self.handle.model(self.inputs), self.labels, stacked=self.stacked).sum()
-
-    def run_block(self, num_steps: int, timed: bool) -> None:
-        """Train; keep the mean seconds of a step if ``timed``."""
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            self.optimizer.zero_grad()
-            self.loss().backward()
-            self.optimizer.step()
-        if self.config.device == "cuda":
-            torch.cuda.synchronize()
-        if timed:
-            self.seconds.append((time.perf_counter() - start) / num_steps)
-
-
-def _statistics(one: Contender, **losses: Any) -> NoiseStatistics:
-    return NoiseStatistics(one.handle, one.optimizer, one.config.every, batch_size=one.config.batch_size, **losses)
-
-
-Watch = Callable[[Contender], NoiseStatistics | None]
-WATCHES: dict[str, Watch] = {
-    "off": lambda one: None,
-    "off again": lambda one: None,  # how much two equal loops differ on this machine
-    "free": _statistics,
-    "all": lambda one: _statistics(one, loss=one.loss, full_loss=one.loss),
-}
-
-
-def run_rank(world: World, config: StatsConfig) -> None:
+def run_rank(world: World, resolved: ResolvedConfig, config: StatsConfig) -> None:
     """What every rank runs: all contenders in turn, block by block; rank 0 prints and writes the result."""
-    torch.set_num_threads(config.threads)
-    contenders = [Contender(name, config, watch) for name, watch in WATCHES.items()]
-    for one in contenders:
-        one.run_block(WARM_UP, timed=False)
-    with ProgressReport("blocks", config.blocks * len(contenders), shown=world.rank == 0) as progress:
-        for block in range(config.blocks):
-            for one in contenders if block % 2 == 0 else reversed(contenders):
-                one.run_block(config.every, timed=True)
-                progress.advance(1, one.name)
-    if world.rank == 0:
-        rows = [_row(one, contenders[0]) for one in contenders]
-        result = {"environment": machine(config.device), "config": config, "rows": rows}
-        publish(result, KIND, config)
+    dataset = build_dataset(resolved, first=False).to(resolved.device)
+    (strategy,), num_ranks = config.strategies, 1 if resolved.is_virtual else resolved.world_size
+    training = resolved.train_config(strategy)
+    with threads_for(training, dataset, num_ranks):
+        contenders = {name: build_contender(strategy, resolved, world, dataset) for name in WATCHED}
+        statistics = {name: _watch(name, one, config.every) for name, one in contenders.items()}
+        for one in contenders.values():
+            run_block(one, WARM_UP_STEPS, False)
+        with ProgressReport("blocks", config.blocks * len(WATCHED), shown=world.rank == 0) as progress:
+            for block in range(config.blocks):
+                for name in WATCHED if block % 2 == 0 else reversed(WATCHED):
+                    run_block(contenders[name], config.every, True)
+                    progress.advance(1, name)
+        if world.rank == 0:
+            seconds = {name: [total / config.every for total in one.block_seconds] for name, one in contenders.items()}
+            about = {
+                "world_size": resolved.world_size,
+                "backend": resolved.choice.backend,
+                "strategy": strategy,
+                "device": resolved.device,
+                "model": training.model.name,
+                "batch_size": training.data.batch_size // resolved.world_size,
+                "every": config.every,
+                "blocks": config.blocks,
+            }
+            rows = [_row(name, statistics[name], seconds[name], seconds[WATCHED[0]]) for name in WATCHED]
+            publish({"environment": environment(resolved), "config": about, "rows": rows}, KIND, config)
 
 
-def _row(one: Contender, off: Contender) -> dict[str, Any]:
-    records = [] if one.statistics is None else one.statistics.records
+def _watch(name: str, one: Contender, every: int) -> NoiseStatistics | None:
+    """The statistics of a contender: none, those without extra passes, or all."""
+    trainer = one.trainer
+    if trainer is None or name.startswith("off"):
+        return None
+
+    def loss() -> Any:
+        """Sum over the learners of this process."""
+        return trainer.losses(trainer.handle.model, trainer.indices()).sum()
+
+    size = trainer.batches.batch_size // trainer.batches.num_learners
+    losses: dict[str, Any] = {"loss": loss, "full_loss": loss} if name == "all" else {}
+    return NoiseStatistics(trainer.handle, trainer.optimizer, every, batch_size=size, **losses)
+
+
+def _row(
+    name: str, statistics: NoiseStatistics | None, seconds: Sequence[float], off: Sequence[float]
+) -> dict[str, Any]:
+    records = [] if statistics is None else statistics.records
     return {
-        "statistics": one.name,
-        "step_ms": quantiles([1e3 * seconds for seconds in one.seconds]),
-        "overhead_pct": quantiles([100 * (a / b - 1) for a, b in zip(one.seconds, off.seconds, strict=True)]),
+        "statistics": name,
+        "step_ms": quantiles([1e3 * one for one in seconds]),
+        "overhead_pct": quantiles([100 * (a / b - 1) for a, b in zip(seconds, off, strict=True)]),
         "measuring_pct": quantiles([100 * record.share for record in records]) if records else None,
         "num_records": len(records),
     }

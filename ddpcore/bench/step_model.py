@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,29 @@ class Machine:
     background: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is sent in one step.
+
+    Attributes:
+        messages: averages of gradients. They are sent one after the other, each once it is complete; the optimizer
+            waits for the last.
+        sizes: of the messages, in any unit.
+        hidden: what overlaps with forward and backward.
+        after: what overlaps with nothing.
+    """
+
+    messages: Sequence[Transfer] = ()
+    sizes: Sequence[int] = ()
+    hidden: Transfer | None = None
+    after: Transfer | None = None
+
+    @property
+    def cpu(self) -> float:
+        """Processor seconds of all transfers, of all ranks."""
+        return sum(one.cpu for one in (*self.messages, self.hidden, self.after) if one is not None)
+
+
 def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
     """The share of the backward pass after which each message is complete. Gradients fill messages in arrival order.
 
@@ -73,33 +97,22 @@ def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) ->
     return shares
 
 
-def ssgd(compute: Compute, messages: Sequence[Transfer], sizes: Sequence[int], machine: Machine) -> float:
-    """Messages are sent one after the other, each once it is complete; the optimizer waits for the last."""
-    backward_end = compute.forward + compute.backward
-    end = 0.0
-    for message, share in zip(messages, ready_shares(compute.arrivals, sizes), strict=True):
-        ready = compute.forward + share * compute.backward if machine.background else backward_end
-        end = max(end, ready) + message.seconds
-    return _longest(max(backward_end, end) + compute.update, compute, messages, machine)
-
-
-def dpsgd(compute: Compute, exchange: Transfer, mix: Transfer, machine: Machine) -> float:
-    """The exchange overlaps with forward and backward; then the weights are mixed and the optimizer steps."""
-    backward_end = compute.forward + compute.backward
-    exchanged = max(backward_end, exchange.seconds) if machine.background else backward_end + exchange.seconds
-    return _longest(exchanged + mix.seconds + compute.update, compute, (exchange, mix), machine)
-
-
-def local_sgd(compute: Compute, average: Transfer, period: int, machine: Machine) -> float:
-    """The mean over a period, with one average of all weights that overlaps with nothing."""
-    shared = Transfer(seconds=average.seconds / period, cpu=average.cpu / period)
-    path = compute.forward + compute.backward + compute.update + shared.seconds
-    return _longest(path, compute, (shared,), machine)
-
-
-def _longest(path: float, compute: Compute, transfers: Sequence[Transfer], machine: Machine) -> float:
-    work = compute.cpu + sum(transfer.cpu for transfer in transfers)
+def predict(compute: Compute, steps: Sequence[Step], machine: Machine) -> float:
+    """The seconds of a step, as the mean of these."""
+    path = fmean(_longest_chain(compute, step, machine) for step in steps)
+    work = compute.cpu + fmean(step.cpu for step in steps)
     return max(path, work / machine.cores)
+
+
+def _longest_chain(compute: Compute, step: Step, machine: Machine) -> float:
+    backward_end, averaged = compute.forward + compute.backward, 0.0
+    for message, share in zip(step.messages, ready_shares(compute.arrivals, step.sizes), strict=True):
+        ready = compute.forward + share * compute.backward if machine.background else backward_end
+        averaged = max(averaged, ready) + message.seconds
+    hidden = 0.0 if step.hidden is None else step.hidden.seconds
+    exchanged = max(backward_end, hidden) if machine.background else backward_end + hidden
+    after = 0.0 if step.after is None else step.after.seconds
+    return max(averaged, exchanged) + after + compute.update
 
 
 def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float:

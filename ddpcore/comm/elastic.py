@@ -108,12 +108,12 @@ class ElasticCommunicator(Communicator):
     def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
         while True:
             source = self.membership.source_for(new)
-            blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8)
-            sizes = self.gather(torch.tensor([[len(blob)]]))
+            blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8, device="cpu")
+            sizes = self.gather(torch.tensor([[len(blob)]], device="cpu"))
             if source not in self.membership.members:
                 continue  # it has died
             if self._fabric.rank != source:
-                blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+                blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
 
             def round_of(members: Members, source: int = source) -> Round:
                 gives, takes = source in members, new in members

@@ -137,7 +137,7 @@ class LinkedCommunicator(Communicator):
             num_delays: delays that a message takes.
         """
         start = self.clock.now()
-        left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64)).tolist()
+        left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64, device="cpu")).tolist()
         self.clock.rewind(start)  # the gather is part of the emulation and takes no time
         arrived = max((left_n[source] + num_delays * self.link.delay for source in sources), default=start)
         self.clock.wait_until(arrived)

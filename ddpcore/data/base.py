@@ -198,15 +198,15 @@ class Dataset:
 
     def with_random_labels(self, seed: int = 0) -> Dataset:
         """Replace the training labels by uniformly random ones: a model can only memorize (Zhang et al. 2017)."""
-        labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1))
+        labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1), device="cpu")
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))
 
 
 def generator(seed: int, *key: int) -> torch.Generator:
     """A CPU generator whose stream depends on (seed, key).
 
-    Its numbers differ from those of ``torch.manual_seed(seed)``, which initialize the weights. torch's CPU generator
-    uses only 32 bits of a seed, so this seeds it with a hash of all bits.
+    ``torch.manual_seed(seed)``, which initializes the weights, has other numbers. torch's CPU generator uses only
+    32 bits of a seed, so this seeds it with a hash of all bits.
     """
     state = np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) >> 1)

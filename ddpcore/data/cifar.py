@@ -158,7 +158,7 @@ def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
 
 
 def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same of one pickle, whose MD5 is that of the canonical file: so its content needs no checks."""
+    """The same of one pickle, which has the MD5 of the canonical file: so its content needs no checks."""
     content, path = _read(folder / name, max_bytes)
     found, canonical = hashlib.md5(content, usedforsecurity=False).hexdigest(), variant.md5[name]
     if found != canonical:

@@ -105,7 +105,7 @@ def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: 
     shape = parts[0][0].shape[1:]
     for path, (inputs, _) in zip(paths, parts, strict=True):
         if inputs.shape[1:] != shape:
-            first = f"those of {shown(paths[0].name)} {list(shape)}"
+            first = f"the samples of {shown(paths[0].name)} {list(shape)}"
             raise ValueError(f"{shown(path)}: samples are {list(inputs.shape[1:])}, {first}, make them equal")
     inputs, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Split(torch.from_numpy(inputs), torch.from_numpy(labels))

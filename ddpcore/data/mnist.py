@@ -39,7 +39,7 @@ _LABELS_MAGIC = 0x0801  # unsigned bytes, one dimension
 def load(data_dir: str | Path, verify: bool = True, *, max_bytes: int = MNIST_BYTES) -> Dataset:
     """Read images uint8 ``[N, 1, 28, 28]`` and labels of both splits from ``data_dir/MNIST/raw/*-ubyte`` (or ``.gz``).
 
-    With ``verify``, a warning is given for each file whose MD5 is not that of the canonical file. A file that has more
+    With ``verify``, a warning is given for each file whose MD5 differs from the canonical file's. A file that has more
     than ``max_bytes``, unpacked, is refused.
 
     Raises:

@@ -31,8 +31,8 @@ TEST_MODULES = ("csv", "difflib", "heapq", "mailbox", "shlex", "statistics", "te
 def load(context: int = 64) -> Dataset:
     """Windows of ``context`` bytes, int64 ``[context]``; the labels of a window are the next bytes, ``[context]``.
 
-    The training split has the files of ``TRAIN_MODULES``, the test split those of ``TEST_MODULES``: no file is in both.
-    Windows of a file follow each other without a gap. The bytes after the last whole window of a file are left out.
+    The training split has the files of ``TRAIN_MODULES``, the test split the files of ``TEST_MODULES``. No file is in
+    both. Windows of a file follow each other without a gap. The bytes after its last whole window are left out.
 
     Other versions of Python have other text. The record of a run has the digest of its data (:meth:`Dataset.digest`)
     and the version of Python. Compare only runs with the same digest.

@@ -50,8 +50,8 @@ def load_dataset(
     """The data set of a name, on the CPU.
 
     Args:
-        name: of ``DATASETS``; a user's own is a function that returns a :class:`Dataset`, called with those of
-            ``data_dir``, ``seed`` and ``verify`` that it has as parameters.
+        name: of ``DATASETS``; a user's own is a function that returns a :class:`Dataset`, called with
+            ``data_dir``, ``seed`` and ``verify``, if it has these parameters.
         data_dir: the folder of its files.
         seed: of synthetic samples, of augmentation, and of the samples that are held out.
         normalize: subtract the channel's mean over the training set and divide by its standard deviation, all splits.
@@ -68,8 +68,8 @@ def load_dataset(
         ValueError: the name is unknown, a file is missing or damaged, or the rest does not fit the name.
     """
     DATASETS.check_options(name, options)
-    from_files = DATASETS.takes(name, "data_dir") and DATASETS.parameter(name, "data_dir").default is Parameter.empty
-    if from_files and data_dir is None:
+    folder = DATASETS.parameters(name).get("data_dir")
+    if folder is not None and folder.default is Parameter.empty and data_dir is None:
         raise ValueError(f"{name} is read from files: set data_dir (--data-dir) to the folder that holds them")
     if download and name in SOURCES and data_dir is not None:
         download_files(name, data_dir)

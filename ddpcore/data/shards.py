@@ -48,7 +48,7 @@ class ShardedBatches:
             ``fixed``: each learner has one part of the data for the whole run, in a new order at each epoch. The parts
             are random, disjoint and of equal size.
         drop_last: omit the incomplete batch at the end of an epoch. Otherwise the last batch is smaller.
-        parts: the sample numbers of each learner for the whole run, such as those of :func:`ddpcore.data.split`; they
+        parts: the sample numbers of each learner for the whole run, such as :func:`ddpcore.data.split` returns; they
             replace the sampler, which stays ``global``. A learner goes through its part in a random order, and then
             again in another one. All learners take equal shares of a batch, so one with a smaller part repeats it more
             often. No batch is incomplete: an epoch has as many steps as drop_last gives for parts of mean size.
@@ -122,7 +122,7 @@ class ShardedBatches:
 
     @property
     def samples_per_learner(self) -> int:
-        """Samples that a learner has in an epoch, including those of an incomplete batch."""
+        """Samples that a learner has in an epoch, including the samples of an incomplete batch."""
         if self.parts is not None:
             return sum(map(len, self.parts)) // self.num_learners
         padded = self.sampler == "distributed" and not self.drop_last
@@ -225,7 +225,7 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
     each = batches.samples_per_learner
     if batches.sampler == "distributed":
         generator = torch.Generator().manual_seed(seed + epoch)
-        order = torch.randperm(samples, generator=generator).numpy()
+        order = torch.randperm(samples, generator=generator, device="cpu").numpy()
         # np.resize appends entries from the beginning, or shortens.
         return np.resize(order, each * learners).reshape(each, learners).T
     parts = permutation(samples, seed)[: each * learners].reshape(learners, each)

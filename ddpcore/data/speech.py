@@ -19,8 +19,8 @@ NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
 STAY = 0.75  # probability that a state lasts another frame: it lasts about four frames
 LATENT = 8  # most dimensions of the latent space
-SPREAD = 0.75  # standard deviation of the states' means in each dimension; that of the noise is 1
-CORRELATION = 0.5  # of the noise of a frame with that of the previous frame
+SPREAD = 0.75  # standard deviation of the states' means in each dimension; the noise has 1
+CORRELATION = 0.5  # of the noise of a frame with the noise of the previous frame
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class Source:
     def draw(num_classes: int, num_features: int, generator: torch.Generator) -> Source:
         """Draw the means and the mixing matrix."""
         latent = min(LATENT, num_features)
-        weights = 1 / torch.arange(1, num_classes + 1, dtype=torch.float64)
+        weights = 1 / torch.arange(1, num_classes + 1, dtype=torch.float64, device="cpu")
         prior = weights / weights.sum()
-        means = SPREAD * torch.randn(num_classes, latent, generator=generator, dtype=torch.float64)
+        means = SPREAD * torch.randn(num_classes, latent, generator=generator, dtype=torch.float64, device="cpu")
         means -= prior @ means
-        mixing = torch.randn(latent, num_features, generator=generator, dtype=torch.float64)
+        mixing = torch.randn(latent, num_features, generator=generator, dtype=torch.float64, device="cpu")
         return Source(prior, means, mixing / math.sqrt(latent * (1 + SPREAD**2)))
 
     def sample(self, num_samples: int, num_frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -58,8 +58,8 @@ class Source:
         size = (num_samples, num_frames)
         fresh = torch.multinomial(self.prior_C, num_samples * num_frames, replacement=True, generator=generator)
         states = fresh.view(size)
-        stays = torch.rand(size, generator=generator) < STAY
-        noise = torch.randn(*size, self.means_CD.shape[1], generator=generator, dtype=torch.float64)
+        stays = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") < STAY
+        noise = torch.randn(*size, self.means_CD.shape[1], generator=generator, dtype=torch.float64, device="cpu")
         for t in range(1, num_frames):
             states[:, t] = torch.where(stays[:, t], states[:, t - 1], states[:, t])
             noise[:, t] = CORRELATION * noise[:, t - 1] + math.sqrt(1 - CORRELATION**2) * noise[:, t]
@@ -83,7 +83,9 @@ class Source:
 
     def _log_step(self, latent: Tensor, t: int) -> Tensor:
         """Log density of state j and frame t, given state i and frame t - 1: ``[N, C, C]``, up to a constant."""
-        move = (1 - STAY) * self.prior_C.expand(len(self.prior_C), -1) + STAY * torch.eye(len(self.prior_C))
+        move = (1 - STAY) * self.prior_C.expand(len(self.prior_C), -1) + STAY * torch.eye(
+            len(self.prior_C), dtype=torch.float32, device="cpu"
+        )
         before = CORRELATION * (latent[:, t - 1, None] - self.means_CD)
         now = latent[:, t, None] - self.means_CD
         return move.log() - _squares(now[:, None, :] - before[:, :, None]) / (2 * (1 - CORRELATION**2))

@@ -26,8 +26,8 @@ def load_synthetic(
     check_range("synthetic: num_classes", num_classes, least=2)
     check_range("synthetic: seed", seed, least=0)
     random = generator(seed)
-    inputs = torch.randn(NUM_SAMPLES, *input_shape, generator=random)
-    labels = torch.randint(num_classes, (NUM_SAMPLES,), generator=random)
+    inputs = torch.randn(NUM_SAMPLES, *input_shape, generator=random, dtype=torch.float32, device="cpu")
+    labels = torch.randint(num_classes, (NUM_SAMPLES,), generator=random, device="cpu")
     return Dataset("synthetic", Split(inputs, labels), None, num_classes, tuple(input_shape))
 
 
@@ -51,8 +51,8 @@ def load_saddle(
     for name, value in (("slope", slope), ("coupling", coupling), ("seed", seed)):
         check_range(f"saddle: {name}", value, least=0)
     random = generator(seed)
-    half = torch.randn(num_samples // 2, 2, dimension - 1, generator=random)
-    half *= torch.tensor([[slope], [coupling]])
-    samples = torch.cat([half, -half]).flatten(1)[torch.randperm(num_samples, generator=random)]
-    labels = torch.ones(num_samples, dtype=torch.int64)
+    half = torch.randn(num_samples // 2, 2, dimension - 1, generator=random, dtype=torch.float32, device="cpu")
+    half *= torch.tensor([[slope], [coupling]], dtype=torch.float32, device="cpu")
+    samples = torch.cat([half, -half]).flatten(1)[torch.randperm(num_samples, generator=random, device="cpu")]
+    labels = torch.ones(num_samples, dtype=torch.int64, device="cpu")
     return Dataset("saddle", Split(samples, labels), None, SADDLE_CLASSES, tuple(samples.shape[1:]))

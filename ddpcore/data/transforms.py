@@ -51,7 +51,9 @@ class Normalization:
 @lru_cache(maxsize=16)
 def _scale_and_shift(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scale and shift float32 ``[C, 1, 1]`` for pixels 0..255; cached, so that no step copies them to the device."""
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (normalization.mean, normalization.std))
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64, device="cpu") for values in (normalization.mean, normalization.std)
+    )
     scale, shift = (value.float()[:, None, None].to(device) for value in (1 / (255 * std), -mean / std))
     return scale, shift
 

@@ -102,10 +102,10 @@ def noise_scale(
     )
 
 
-def ratio_interval(numerator_T: Array, denominator_T: Array, level: float = 0.95) -> Interval | None:
-    """Fieller's confidence interval of E(numerator) / E(denominator), which must not be negative, from batch means.
+def ratio_interval(numerator_T: Array, denominator_T: Array) -> Interval | None:
+    """Fieller's 95 % interval of E(numerator) / E(denominator), which must not be negative, from batch means.
 
-    The ratio R of the means x and y satisfies ``(x - R y)^2 <= t^2 var(x - R y)`` with probability ``level``. The
+    The ratio R of the means x and y satisfies ``(x - R y)^2 <= t^2 var(x - R y)`` with probability 0.95. The
     interval contains all R for which this quadratic inequality holds. It has no upper end if y may be zero.
     """
     num_batches = min(NUM_BATCHES, len(numerator_T))
@@ -116,7 +116,7 @@ def ratio_interval(numerator_T: Array, denominator_T: Array, level: float = 0.95
     (var_x, cov), (_, var_y) = np.cov(means_2B) / num_batches
     with extra("train"):
         from scipy.special import stdtrit  # noqa: PLC0415  only intervals need scipy
-    t2 = float(stdtrit(num_batches - 1, (1 + level) / 2)) ** 2
+    t2 = float(stdtrit(num_batches - 1, (1 + 0.95) / 2)) ** 2
     a, b, c = y * y - t2 * var_y, x * y - t2 * cov, x * x - t2 * var_x  # a R^2 - 2 b R + c <= 0
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and y > 0:

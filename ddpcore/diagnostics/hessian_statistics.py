@@ -36,7 +36,7 @@ class HessianRecord:
         residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
         distance: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners
             computed the gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is
-            that of the noise.
+            the trace of the noise's covariance.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
             ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
         noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
@@ -106,7 +106,7 @@ class HessianStatistics(Observer):
         check_range("top", top, least=1)
         check_range("tolerance", tolerance, above=0)
         check_range("max_products", max_products, least=1)
-        self._handle, self._loss = handle, loss
+        self._handle, self._model, self._loss = handle, passes.model_of(handle), loss
         self.every, self.top = every, top
         self._limits: dict[str, Any] = {"seed": seed, "tolerance": tolerance, "max_products": max_products}
         self.records: list[HessianRecord] = []
@@ -117,10 +117,9 @@ class HessianStatistics(Observer):
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:
-            model = passes.model_of(handle)
             if optimizer is None:
                 raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-            self._hessian = Hessian(model, loss, vectorize=False)
+            self._hessian = Hessian(self._model, loss, vectorize=False)
             check_range("top", top, most=self._hessian.numel - 1)
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 
@@ -168,7 +167,7 @@ class HessianStatistics(Observer):
             return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
             unknown = np.full(self.top + 1, np.nan)
-            vectors_kP = torch.zeros(self.top, operator.numel).to(operator.like)
+            vectors_kP = torch.zeros(self.top, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
             return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _record(
@@ -199,15 +198,12 @@ class HessianStatistics(Observer):
         """The Hessian of the mean of all learners' losses at the mean weights, without the padding of the rows."""
         like = _real(learner, mean_LP[:1])[0]
 
-        handle = self._handle
-        assert isinstance(handle, HookedDistributed)
-
         def product(vectors_KP: Tensor) -> Tensor:
             rows = []
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
                 _spread(learner, vector_P, padded_LP)
-                with passes.at_weights(handle.model, learner, mean_LP):
+                with passes.at_weights(self._model, learner, mean_LP):
                     product_LP = passes.hessian_product(learner, self._loss, padded_LP)
                 learner.comm.average_(product_LP).wait()
                 rows.append(_real(learner, product_LP[:1])[0])

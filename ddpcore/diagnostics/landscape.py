@@ -58,8 +58,8 @@ def landscape(
             target. It is NaN if the targets are no class numbers.
         plane: of the same model.
         x, y: coordinates, ascending, at least two each.
-        batch_norm: ``eval`` takes the model's running statistics at each point, ``batch`` those of each batch, and
-            ``recalibrate`` computes them again at each point from all batches.
+        batch_norm: ``eval`` takes the model's running statistics at each point, ``batch`` the statistics of each batch,
+            and ``recalibrate`` computes them again at each point from all batches.
         curvature: also the largest and the smallest eigenvalue of the Hessian at each point, for the map of
             ``|min / max|``; some tens of products a point.
         out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept. It has
@@ -220,7 +220,7 @@ class _Points:
         with self.weights.at(row_P), as_it_was(model, row_P.device):
             if self.batch_norm == "recalibrate":
                 self._recalibrate()
-            sums = torch.zeros(2, dtype=torch.float64)
+            sums = torch.zeros(2, dtype=torch.float64, device="cpu")
             for share, inputs, targets in data.weighted():
                 outputs = data.outputs(inputs)
                 loss = data.loss_fn(outputs, targets).double()
@@ -238,7 +238,7 @@ class _Points:
         data, model = self.data, self.data.model
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))
-        sums = torch.zeros(2, len(rows), dtype=torch.float64)
+        sums = torch.zeros(2, len(rows), dtype=torch.float64, device="cpu")
         for share, inputs, targets in data.weighted():
             arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
 
@@ -269,7 +269,7 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor:
     Classes are along dimension 1, as in ``torch.nn.functional.cross_entropy``.
     """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return torch.tensor(float("nan"), dtype=torch.float64)
+        return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
     shape = (*outputs.shape[:1], *outputs.shape[2:])
     if targets.is_floating_point() or outputs.dim() < 2 or outputs.shape[1] < 2 or targets.shape != shape:
         return torch.tensor(float("nan"), dtype=torch.float64, device=outputs.device)

@@ -118,7 +118,7 @@ class NoiseStatistics:
     def directions(self, num: int = 2) -> tuple[Tensor, Tensor]:
         """The largest eigenvalues ``[K]`` of the current weight covariance, and their unit eigenvectors ``[K, P]``.
 
-        Collective: all ranks must call it between two steps. The columns are those of ``learner.flat.param_LP``.
+        Collective: all ranks must call it between two steps. The columns are the columns of ``learner.flat.param_LP``.
 
         Raises:
             ValueError: there is only one learner.
@@ -141,7 +141,7 @@ class NoiseStatistics:
         """
         saved, series = list(state["names"]), self._record_buffer.series
         if sorted(saved) != sorted(series.names):
-            raise ValueError("the statistics are of a model with other parameters: load those of this one")
+            raise ValueError("the statistics are of a model with other parameters: load the statistics of this one")
         order = [saved.index(name) for name in series.names]
         series.load_state_dict(state["series"], order)
         self._source.load_state_dict(state, order)

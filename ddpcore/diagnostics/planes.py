@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ddpcore.diagnostics.spectra import Eigenvalues
 from ddpcore.diagnostics.weights import WeightVector
+from ddpcore.parameters.normalization import is_normalization
 
 Point = tuple[float, float]
-NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,25 +53,19 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
     """The plane of two random directions, normalized filter by filter (Li et al. 2018, section 4).
 
     Each slice of a direction along the first dimension of a parameter (a filter, or the weights of one neuron) gets the
-    norm of the model's slice. Parameters of one dimension, such as biases, and those of normalization do not move. The
-    second direction is then made orthogonal to the first.
+    norm of the model's slice. Parameters of one dimension, such as biases, and parameters of normalization do not move.
+    The second direction is then made orthogonal to the first.
 
     Raises:
         ValueError: no parameter with two dimensions needs a gradient.
     """
     weights = WeightVector(model)
     generator = torch.Generator().manual_seed(seed)
-    still = {id(own) for module in model.modules() if isinstance(module, NORMALIZATIONS) for own in module.parameters()}
+    still = {id(own) for module in model.modules() if is_normalization(module) for own in module.parameters()}
     x_P, y_P = (_filter_normalized(weights, still, generator) for _ in range(2))
     if not x_P.any():
         raise ValueError("the model has no parameter of two dimensions that needs a gradient: there is no direction")
-    return Plane(
-        origin_P=weights.values_P,
-        along_x_P=x_P,
-        along_y_P=_orthogonal(y_P, x_P),
-        about=f"two random directions, normalized by filters, seed {seed}",
-        marks={"model": (0.0, 0.0)},
-    )
+    return _plane_at(weights.values_P, x_P, y_P, f"two random directions, normalized by filters, seed {seed}")
 
 
 def plane_through(models: Mapping[str, nn.Module]) -> Plane:
@@ -119,20 +112,21 @@ def eigenvector_plane(model: nn.Module, found: Eigenvalues) -> Plane:
         raise ValueError("the eigenvectors are of a model with another number of parameters")
     x_P, y_P = found.vectors[:2].to(weights.values_P)
     about = f"the eigenvectors of the eigenvalues {found.values[0]:.4g} and {found.values[1]:.4g}"
-    return Plane(
-        origin_P=weights.values_P,
-        along_x_P=x_P,
-        along_y_P=_orthogonal(y_P, x_P),
-        about=about,
-        marks={"model": (0.0, 0.0)},
-    )
+    return _plane_at(weights.values_P, x_P, y_P, about)
+
+
+def _plane_at(origin_P: Tensor, x_P: Tensor, y_P: Tensor, about: str) -> Plane:
+    marks = {"model": (0.0, 0.0)}
+    return Plane(origin_P=origin_P, along_x_P=x_P, along_y_P=_orthogonal(y_P, x_P), about=about, marks=marks)
 
 
 def _filter_normalized(weights: WeightVector, still: AbstractSet[int], generator: torch.Generator) -> Tensor:
     row_P = torch.zeros_like(weights.values_P)
     views = zip(weights.parameters, weights.views(row_P), weights.views(weights.values_P), strict=True)
     for parameter, view, own in views:
-        drawn = torch.randn(own.shape, generator=generator, device="cpu").to(own)  # also for those that do not move
+        drawn = torch.randn(own.shape, generator=generator, device="cpu", dtype=torch.float32).to(
+            own
+        )  # also for those that do not move
         if own.dim() > 1 and id(parameter) not in still:
             norms = [slices.flatten(1).norm(dim=1) for slices in (own, drawn)]
             factors = norms[0] / norms[1].clamp(min=torch.finfo(own.dtype).tiny)

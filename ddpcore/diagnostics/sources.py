@@ -5,6 +5,7 @@ Shapes: L learners held by this process, n in all, P elements of a learner's row
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,18 +54,6 @@ class Source(Observer):
     def __init__(self, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
         self._config, self._record_buffer = config, record_buffer
 
-    def close(self) -> None:
-        """Stop measuring."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
-        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
-        raise NotImplementedError
-
     def _is_measured(self, step: int) -> bool:
         """Whether a step, counted from 0, gets a record."""
         return (step + 1) % self._config.every == 0
@@ -94,8 +83,8 @@ class LearnerStatistics(Source):
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
-    @override
     def close(self) -> None:
+        """Stop measuring."""
         if self in self._handle.observers:
             self._handle.observers.remove(self)
 
@@ -105,12 +94,12 @@ class LearnerStatistics(Source):
         weights_LP = learner.flat.param_LP
         return dynamics.directions(weights_LP, passes.average(learner, weights_LP)[0], learner.comm, num)
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
         return {"steps": self._steps, "num_skipped": self._num_skipped}
 
-    @override
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; ``order`` holds the saved index of each segment."""
         columns = list(order)
         self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
         self._num_skipped = state["num_skipped"]
@@ -192,7 +181,7 @@ class LearnerStatistics(Source):
             mean_P = passes.average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
         full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
         self._add_products(learner, result, own_P, mean_P, full_P)
-        result.hessian = torch.zeros(()) if config.hessian else None
+        result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
     def _measure_different(self, learner: Learner, result: Measured, random: RandomState | None) -> _Sums:
         """Measure learners with different weights; returns the squared norms of this step's gradients."""
@@ -321,17 +310,17 @@ class PassStatistics(Source):
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
         self._begin_step()
 
-    @override
     def close(self) -> None:
+        """Stop measuring."""
         for handle in (self._hook, *self._handles):
             handle.remove()
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
         return {"step": self._step}
 
-    @override
     def load_state_dict(self, state: dict[str, Any], order: Sequence[int]) -> None:
+        """Restore :meth:`state_dict`; there are no sums of single segments."""
         self._step = state["step"]
         self._begin_step()
 
@@ -341,7 +330,9 @@ class PassStatistics(Source):
         self._disjoint = False  # whether two consecutive passes had no parameter in common
         self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
         self._reached_before: set[int] = set()
-        self._versions: dict[int, int] = {}  # of each gradient after its last pass
+        self._places: dict[int, tuple[int, int]] = {}  # by parameter: address and version of its gradient's storage
+        self._versions: dict[int, int] = {}  # of each storage after the previous pass
+        self._added: Counter[int] = Counter()  # gradients that this pass has added to each storage
         self._was_written = False
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
@@ -363,22 +354,34 @@ class PassStatistics(Source):
         if not self._is_measured(self._step):
             return
         assert parameter.grad is not None
-        key, version = id(parameter), parameter.grad._version
-        if not parameter.grad._is_view():  # a pass adds one to the version; all views of a tensor share its version
-            self._was_written |= key in self._versions and version != self._versions[key] + 1
-        self._versions[key] = version
+        self._note_version(id(parameter), parameter.grad)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._after_pass)
-        self._reached.add(key)
+        self._reached.add(id(parameter))
+
+    def _note_version(self, key: int, grad: Tensor) -> None:
+        """Find out whether anything but the pass has written the gradient since the previous pass.
+
+        A pass adds one to the version of a storage for each parameter whose gradient lies there: gradients of
+        concatenated parameters share one. All views of a flat buffer share one too, with what the program writes.
+        """
+        storage = grad.untyped_storage().data_ptr()
+        self._added[storage] += 1
+        if key in self._places and not grad._is_view():
+            before = self._versions.get(storage)
+            self._was_written |= before is None or grad._version != before + self._added[storage]
+        self._places[key] = storage, grad._version
 
     @torch.no_grad()
     def _after_pass(self) -> None:
         if self._was_written:
-            reached, versions = self._reached, self._versions
+            reached, places = self._reached, self._places
             self._begin_step()
-            self._reached, self._versions = reached, versions
+            self._reached, self._places = reached, places
+        self._versions.update(sorted(self._places.values()))  # the last version of each storage
+        self._added.clear()
         self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
         parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]

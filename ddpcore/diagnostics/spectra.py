@@ -61,6 +61,11 @@ class Operator:
         draws = torch.randint(2, (num, self.numel), generator=generator, device="cpu")
         return (draws * 2.0 - 1).to(self.like)
 
+    def directions(self, num: int, generator: torch.Generator) -> Tensor:
+        """Random unit vectors ``[num, P]``. None lies in the null space of a matrix that is not zero, as signs may."""
+        draws = torch.randn(num, self.numel, generator=generator, dtype=torch.float64, device="cpu")
+        return (draws / draws.norm(dim=1, keepdim=True)).to(self.like)
+
     def dense(self) -> Array:
         """The whole matrix."""
         rows = self(torch.eye(self.numel, dtype=self.like.dtype, device=self.like.device)).double().cpu().numpy()
@@ -100,8 +105,7 @@ def extreme_eigenvalues(
         chosen = [*range(num - 1, num - 1 - largest, -1), *range(smallest - 1, -1, -1)]
         values, rows = values[chosen], columns.T[chosen]
     else:
-        generator = torch.Generator().manual_seed(seed)
-        radius = float(abs(_quadrature(operator, 1, RADIUS_STEPS, generator)[0]).max())
+        radius = float(abs(spectral_density(operator, 1, RADIUS_STEPS, seed=seed).nodes).max())
         tops, rows = _arpack(operator, largest, "LA", radius, seed, tolerance, max_products)
         bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, tolerance, max_products)
         values, rows = np.concatenate([tops, bottoms]), np.concatenate([rows, more])
@@ -190,14 +194,14 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
         exact = float(np.trace(operator.dense()))
         return Estimate(value=exact, error=0.0, low=exact, high=exact)
     generator = torch.Generator().manual_seed(seed)
-    sketch_KP = operator(operator.signs(third, generator))
+    sketch_KP = operator(operator.directions(third, generator))
     basis_PK = torch.linalg.qr(sketch_KP.double().T).Q
     found = operator(basis_PK.T.to(operator.like)).double()
     largest = float((found * basis_PK.T).sum())
     probes_KP = operator.signs(third, generator).double()
     probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
     rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
-    rounding = torch.finfo(operator.like.dtype).eps * float(found.norm(dim=1).sum())
+    rounding = torch.finfo(operator.like.dtype).eps * operator.numel**0.5 * float(found.norm(dim=1).sum())
     return _estimate(rest.cpu().numpy(), largest, rounding)
 
 
@@ -236,30 +240,25 @@ class SpectralDensity:
         return np.asarray(kernel @ self.weights.reshape(-1) / len(self.weights))
 
 
-def spectral_density(operator: Operator, num_probes: int, num_steps: int, *, seed: int) -> SpectralDensity:
-    """The density from ``num_probes`` random vectors, each with ``num_steps`` Lanczos steps, all orthogonalized again.
+def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> SpectralDensity:
+    """The density from ``num`` random vectors, each with ``steps`` Lanczos steps, all orthogonalized again.
 
-    It keeps ``num_probes * num_steps`` vectors of P elements.
+    It keeps ``num * steps`` vectors of P elements.
     """
-    nodes, weights = _quadrature(operator, num_probes, num_steps, torch.Generator().manual_seed(seed))
-    return SpectralDensity(nodes=nodes, weights=weights)
-
-
-def _quadrature(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
-    """Nodes and weights ``[num, M]`` of ``num`` random probes, from their Lanczos matrices."""
     with extra("train"):
         from scipy.linalg import eigh_tridiagonal  # noqa: PLC0415
     steps = min(steps, operator.numel)
     nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
+    generator = torch.Generator().manual_seed(seed)
     for probe, (diagonal, beside) in enumerate(zip(*_tridiagonal(operator, num, steps, generator), strict=True)):
         nodes[probe], columns = eigh_tridiagonal(diagonal, beside)
         weights[probe] = columns[0] ** 2
-    return nodes, weights
+    return SpectralDensity(nodes=nodes, weights=weights)
 
 
 def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
     """The Lanczos matrices of ``num`` random start vectors: diagonals ``[num, M]``, off-diagonals ``[num, M - 1]``."""
-    vectors_KP = operator.signs(num, generator) / operator.numel**0.5
+    vectors_KP = operator.directions(num, generator)
     basis: Any = []  # of tensors [K, P]
     diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))
     for step in range(steps):

@@ -141,27 +141,23 @@ def with_values(charts: Iterable[Chart]) -> list[Chart]:
     return [chart for chart in charts if any(series.y for series in chart.series)]
 
 
-def thinned(series: Series, most: int = MAX_POINTS) -> Series:
-    """The series with at most about ``most`` points: the smallest and the largest value of equal parts, and both ends.
+def thinned(series: Series) -> Series:
+    """The series with at most about MAX_POINTS points: both ends, and the smallest and largest value of equal parts.
 
     A peak of one point stays. A part without values stays a gap.
     """
     num = len(series.y)
-    if num <= most:
+    if num <= MAX_POINTS:
         return series
-    kept = {0, num - 1}
-    parts = max(1, most // 2)
+    kept, parts = {0, num - 1}, MAX_POINTS // 2
     for part in range(parts):
         indices = range(part * num // parts, (part + 1) * num // parts)
         for values, ends in ((series.y, (min, max)), (series.low, (min,)), (series.high, (max,))):
             found = [(value, index) for index in indices if values and (value := values[index]) is not None]
             kept |= {end(found)[1] for end in ends} if found else {indices[0]}
-    order = sorted(kept)
-
+    columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "text")}
     picked: dict[str, Any] = {
-        name: None if values is None else [values[index] for index in order]
-        for name in ("x", "y", "low", "high", "text")
-        for values in [getattr(series, name)]
+        name: None if values is None else [values[index] for index in sorted(kept)] for name, values in columns.items()
     }
     return replace(series, **picked)
 

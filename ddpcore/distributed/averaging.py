@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcore.comm.base import Communicator
-from ddpcore.parameters.learner_models import copy_of
+from ddpcore.parameters.copies import copy_of
 from ddpcore.strategies.learner import Learner
 
 BATCH_NORM = ("average", "local", "recalibrate")
@@ -32,9 +32,38 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
         if id(parameter) in averages:
             copied.grad = None
             copied.data = averages[id(parameter)].clone()
+    _average_frozen(result, learner)
     if batch_norm != "local":
         average_buffers(result, learner.models, learner.comm)
     return result
+
+
+def _average_frozen(result: nn.Module, learner: Learner) -> None:
+    """Overwrite frozen parameters of a copy with their mean over all learners, where learners differ. Collective.
+
+    A teacher that follows its student is such a parameter. Sums of bits find them, so that equal ones are not sent.
+    """
+    columns = [
+        (copied, own)
+        for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
+        if not own[0].requires_grad and has_average(own[0]) and own[0].numel()
+    ]
+    if not columns:
+        return
+    sums = [torch.stack([_sum_of_bits(one) for one in own]) for _, own in columns]
+    everyone = learner.comm.gather(torch.stack(sums, dim=1))
+    for (copied, own), column in zip(columns, everyone.unbind(dim=1), strict=True):
+        if bool((column != column[0]).any()):
+            rows = torch.stack([one.reshape(-1) for one in own])
+            learner.comm.average_(rows).wait()
+            copied.data = rows[0].view(copied.shape)
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The bytes of the values, each times its place, modulo 2^52: a number that differs where tensors differ."""
+    parts = tensor.detach().contiguous().view(-1).view(torch.uint8).long()
+    places = torch.arange(1, 1 + len(parts), device=parts.device, dtype=torch.int64)
+    return (parts * places).sum().remainder(2**52).double()
 
 
 def average_buffers(result: nn.Module, models: Sequence[nn.Module], comm: Communicator) -> None:

@@ -18,15 +18,16 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.averaging import rows_of
+from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
-from ddpcore.distributed.watch import is_distributed
 from ddpcore.optim.base import FusedOptimizer
+from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import own_hooks
-from ddpcore.parameters.learner_models import LearnerModels, copies_of
+from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
@@ -66,6 +67,8 @@ def distribute(
     Raises:
         ValueError: the arguments do not fit together.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
         options: dict[str, Any] = {
@@ -260,7 +263,10 @@ def _agree(
 
 def _trained(model: nn.Module) -> Tensor:
     """A trained parameter. FlatParameters refuses a model of two dtypes or devices, or without trained parameters."""
-    return next((parameter for parameter in model.parameters() if parameter.requires_grad), torch.zeros(0))
+    return next(
+        (parameter for parameter in model.parameters() if parameter.requires_grad),
+        torch.zeros(0, dtype=torch.float32, device="cpu"),
+    )
 
 
 @torch.no_grad()
@@ -271,7 +277,7 @@ def _start_alike(learner: Learner) -> None:
     for copies in zip(*(model.parameters() for model in learner.models), strict=True):
         if not copies[0].requires_grad:
             first = _first_of(copies[0], comm)
-            for parameter in copies:  # mostly one that all share
+            for parameter in copies:
                 parameter.copy_(first)
     for copies in zip(*(model.buffers() for model in learner.models), strict=True):
         first = _first_of(copies[0], comm)

@@ -13,7 +13,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.spans import Spans
-from ddpcore.parameters.learner_models import copy_of
+from ddpcore.parameters.copies import copy_of
 from ddpcore.strategies.learner import Learner, NonFinite
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
@@ -49,6 +49,25 @@ class Distributed:
     def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
         """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
         return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
+
+    def backward(self, losses: Tensor | Sequence[Tensor]) -> None:
+        """Compute the gradients of all learners of this process. Collective if the strategy averages gradients.
+
+        Args:
+            losses: one for each learner, a tensor ``[learners]`` or a sequence of scalars; or a scalar of one learner.
+                Their mean would divide each gradient by the number of learners, so it is refused.
+
+        Raises:
+            ValueError: there are not as many losses as learners.
+        """
+        stacked = losses if isinstance(losses, Tensor) else torch.stack(list(losses))
+        num = len(self.models)
+        if stacked.shape not in ([(num,)] if num > 1 else [(), (1,)]):
+            raise ValueError(
+                f"losses have shape {tuple(stacked.shape)}: pass one loss for each of {num} learners, such as "
+                "torch.stack([loss(o, y) for o, y in zip(outputs, labels)])"
+            )
+        stacked.sum().backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -63,14 +63,12 @@ class HookedDistributed(Distributed):
         if isinstance(optimizer, FusedOptimizer):
             self._weight_step = optimizer.bind(learner.flat)
         self.observers: list[Observer] = []
-        self._used: list[bool] | None = None  # which parameters get a gradient on any rank, from the first backward
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
-        self._averaged = False  # whether a backward pass of this step has averaged gradients
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-        self._watch = LoopWatch(learner, strategy, on_nonfinite, by_buckets=self._buckets is not None)
+        self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
         membership = learner.comm.membership
@@ -98,11 +96,12 @@ class HookedDistributed(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
-        self._averaged = True  # the caller asked for no average, so the step does not check it
+        before = self._buckets.num_paused
         try:
             yield
         finally:
             self._buckets.paused = paused
+            self._watch.note_paused(self._buckets.num_paused - before)
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -122,14 +121,12 @@ class HookedDistributed(Distributed):
     @override
     def state_dict(self) -> dict[str, Any]:
         names = self.learner.flat.names
-        used = None if self._used is None else [n for n, used in zip(names, self._used, strict=True) if used]
         return {
             "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
             "layout": list(names),
             "learners": [model.state_dict() for model in self.models[1:]],
-            "used": used,
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
@@ -140,23 +137,21 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.check_state(state)
-        for model, own in zip(self.models[1:], state.get("learners", ()), strict=True):
+        for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
-        self._new_order = self._used = None
-        self._averaged = False
+        self._new_order = None
         self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
-        if state["used"] is not None:
-            self._used = [name in state["used"] for name in flat.names]
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, state["strategy"])
-        if "policies" in state:  # older states have none
-            self._state_sync.load_state_dict(state["policies"])
+        self._state_sync.load_state_dict(state["policies"])
         self.deals = tuple((step, tuple(ids)) for step, ids in state.get("deals", ()))
 
     @override
     def check_state(self, state: dict[str, Any]) -> None:
+        if "learners" not in state:
+            raise ValueError("the state was saved by ddpcore 0.1: resume with ddpcore 0.1, or begin anew")
         if sorted(state["layout"]) != sorted(self.learner.flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
         made_by, here = state["made_by"], self._made_by()
@@ -167,11 +162,6 @@ class HookedDistributed(Distributed):
                 f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
                 "only the states of the model and the optimizer"
             )
-        if len(self.models) > 1 and "learners" not in state:
-            raise ValueError(
-                "the state was saved by ddpcore 0.1, in which virtual learners were rows of one model: resume with "
-                "ddpcore 0.1, or begin anew"
-            )
 
     def _made_by(self) -> str:
         settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # short for any matrix
@@ -181,10 +171,6 @@ class HookedDistributed(Distributed):
     def _squared_distances(self) -> Tensor:
         self.strategy.restore_weights(self.learner)
         return self.learner.squared_distances()
-
-    def is_own_pass(self) -> bool:
-        """Whether the forward pass that begins uses the learners' weights, in a plain autograd graph."""
-        return self._watch.is_own_pass()
 
     def before_forward(self) -> None:
         """Call observers and strategy before a forward pass of all learners."""
@@ -211,44 +197,54 @@ class HookedDistributed(Distributed):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
-        self._averaged = True
+        self._watch.check_alike()  # here, because all learners have just met
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
-        flat = self.learner.flat
-        seen = {index for index, parameter in enumerate(flat.parameters) if parameter.grad is not None}
-        if self._used is None:
-            self._agree(order, seen)
-        assert self._used is not None
-        if len(seen) < len(flat.parameters):  # another learner has a gradient, so this one steps too
-            for index, parameter in enumerate(flat.parameters):
-                if index not in seen and parameter.requires_grad and self._used[index % len(flat.segments)]:
-                    parameter.grad = flat.grad_views[index]
-        self._watch.note_average(self._used, seen)
+        if not self._laid_out and self._new_order is None:
+            self._new_order = self._agreed(order)
+        self._give_averages()
+        self._watch.note_average()
 
-    def _agree(self, order: list[int], seen: set[int]) -> None:
-        """Agree on the parameters in use and, for the buckets, on rank 0's order of gradients. Collective."""
+    def _give_averages(self) -> None:
+        """Give the average to learners that have no gradient of a parameter, if another learner has one.
+
+        A parameter that no learner used in this step keeps None, so that no optimizer steps it.
+        """
+        flat = self.learner.flat
+        missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
+        if not missing:
+            return
+        is_given = torch.stack([flat.grad_views[index].any() for index in missing]).tolist()  # one wait for the device
+        for index, given in zip(missing, is_given, strict=True):
+            parameter = flat.parameters[index]
+            if given and not parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {flat.names[index % len(flat.segments)]} is frozen here and has a gradient on another "
+                    "learner: freeze it on all of them in the same step"
+                )
+            if given:
+                parameter.grad = flat.grad_views[index]
+
+    def _agreed(self, order: list[int]) -> list[int]:
+        """Rank 0's order of gradients, for the buckets. Collective."""
         flat, comm = self.learner.flat, self.learner.comm
-        num = len(flat.segments)
-        complete = order + sorted(set(range(num)).difference(order))
-        rows = flat.param_LP.shape[0]
-        mask = torch.zeros(rows * num, dtype=torch.int64, device=flat.param_LP.device)
-        mask[list(seen)] = 1
-        self._used = comm.gather(mask.view(rows, num)).any(dim=0).tolist()
-        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(rows, 1)
+        complete = order + sorted(set(range(len(flat.segments))).difference(order))
+        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
         comm.broadcast_(agreed)
-        self._new_order = None if self._laid_out else agreed[0].tolist()
+        return list(map(int, agreed[0].tolist()))
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._watch.begin_call(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None and self._watch.creates_states_only():
-            self._watch.cancel_call()
+            self._watch.end_call(frame)
             return
         try:
             self._before_step(closure)
         except BaseException:
-            self._watch.cancel_call()
+            self._watch.end_call(frame)
             raise
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -258,11 +254,11 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
-        self._watch.before_step(closure, averaged=self._averaged)
+        self._watch.before_step(closure)
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
-            self._new_order = None
+            self._new_order, self._laid_out = None, True
         for observer in self.observers:
             observer.before_step(learner)
         with self._span("before_step"):
@@ -272,7 +268,6 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
-        self._averaged = False
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
             if self.strategy.plan(self.learner.step - 1).weights:
@@ -282,7 +277,7 @@ class HookedDistributed(Distributed):
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
-        self._watch.end_step(averages_gradients=self._buckets is not None)
+        self._watch.end_step()
 
     def _admit(self) -> None:
         """Let a learner in that has asked to join, and hand it the state of a neighbour."""
@@ -296,8 +291,6 @@ class HookedDistributed(Distributed):
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
-        if self._used is not None:
-            self._used = [self._used[index] for index in order]
         if self._buckets is not None:
             self._buckets.rebuild()
 
@@ -322,7 +315,7 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
-        if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
+        if torch._C._current_graph_task_id() != -1 or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         is_new = self._is_inside or not self._called or id(module) in self._called

@@ -27,7 +27,7 @@ def received_state(learner: Learner) -> dict[str, Any]:
     """In the rank that joins: load model and optimizer from a neighbour, and return the state of its handle."""
     comm = learner.comm
     assert comm.member is not None
-    content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8))
+    content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     assert content is not None
     state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # runs no code
     learner.models[0].load_state_dict(state["model"])

@@ -124,7 +124,7 @@ class StateSync:
         self._first_scale = None if scaler is None else scaler.get_scale()
         self._first_seed: int | None = None
         if policies.rng == RESET and not joins:
-            own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners))
+            own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
 
@@ -209,7 +209,12 @@ class StateSync:
         assert scale is not None
         if policy == AVERAGE:
             comm = self._learner.comm
-            mine = torch.full((len(comm.learners),), scaler.get_scale(), device=self._learner.flat.param_LP.device)
+            mine = torch.full(
+                (len(comm.learners),),
+                scaler.get_scale(),
+                device=self._learner.flat.param_LP.device,
+                dtype=torch.float32,
+            )
             scale = float(comm.gather(mine).min())
         scaler._scale.fill_(scale)  # not update(): the loop calls it later, with this step's overflow checks
 

@@ -6,8 +6,7 @@ Errors name the cause, and come before a step changes any weight. docs/architect
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from types import FrameType
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddpcore.distributed.alike import AlikeCheck
+from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.ops.dtypes import wide
 from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.batch import is_capturing
 from ddpcore.optim.weight_step import LARGE
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
@@ -30,7 +30,6 @@ from ddpcore.strategies.learner import (
     NonFinite,
     NonFiniteError,
     first_nonfinite,
-    is_capturing,
     row_sums,
     sampled,
     suspects,
@@ -40,26 +39,14 @@ NUM_PARTS = 32  # of large weights: one of them is read before each send
 HUGE = 1e12  # a sum of gradients beyond which a step may overflow, so that all its weights are read
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
-_WATCHES = WeakTensorKeyDictionary()  # a reference to the LoopWatch of each parameter that distribute() has moved
-_OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
-_OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # number of parameters
-_hooks: list[Any] = []  # on all optimizers and modules of the process, from the first LoopWatch on
-_num_registered = 0  # parameters and modules that any model has registered since then
-
-
-def is_distributed(parameters: Iterable[Tensor]) -> bool:
-    """Whether a ``distribute`` call has moved one of the parameters to a flat buffer."""
-    return any(parameter in _WATCHES for parameter in parameters)
-
 
 class LoopWatch:
     """Checks forward passes, gradients, weights and calls of ``step()`` of one handle.
 
     Args:
         learner: weights, gradients and optimizer. It gets this object as its ``watch``.
-        strategy: the strategy, which quarantines.
+        strategy: says what a step averages, and quarantines.
         on_nonfinite: one of ``ON_NONFINITE``, checked.
-        by_buckets: whether backward passes may average gradients.
 
     Attributes:
         num_passes: forward passes of this step that record gradients.
@@ -68,17 +55,20 @@ class LoopWatch:
             own learners, or the average (None) if their gradients were finite.
     """
 
-    def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str, *, by_buckets: bool) -> None:
+    _sample: Tensor | None  # weights at the second forward pass of a step
+
+    def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
         flat, models = learner.flat, learner.models
-        self._learner, self._flat, self._strategy, self._mode = learner, flat, strategy, on_nonfinite
+        self.learner, self._flat, self._strategy, self._mode = learner, flat, strategy, on_nonfinite
         self._members = set(map(id, flat.parameters))
         self._known = {id(parameter) for model in models for parameter in model.parameters()}
         self._frame: FrameType | None = None  # the outermost call of step(); it may have ended by an exception
-        self._watch_process()
+        register(self)
         self._read_structure()
         self._segments: object = None
-        self.num_passes = 0
-        self._sample: Tensor | None = None
+        self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
+        self._alike = AlikeCheck()
+        self.restart()
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
         self._written: list[int] = []  # versions of the weights after the last step
@@ -91,22 +81,12 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if flat.num_rows > 1 and not by_buckets:
+        if flat.num_rows > 1 and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
             note = partial(_note, self._noted)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
-
-    def _watch_process(self) -> None:
-        optimizer = self._learner.optimizer
-        _WATCHES.update(dict.fromkeys(self._flat.parameters, weakref.ref(self)))
-        _OWN.add(optimizer)
-        _OTHERS.clear()
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_check_step))
-            _hooks.append(nn.modules.module.register_module_parameter_registration_hook(_count))
-            _hooks.append(nn.modules.module.register_module_module_registration_hook(_count))
 
     # ---- calls of step(): only the outermost is a step of training ----
     # A subclass whose step() calls super().step() runs the hooks twice, and an optimizer that wraps another steps the
@@ -114,35 +94,28 @@ class LoopWatch:
 
     def begin_call(self, frame: FrameType) -> bool:
         """``frame`` is that of a call of ``step()``. Returns whether it is the outermost call."""
-        if self._is_inside(frame):
+        if self.has_called(frame):
             return False
         self._frame = frame
         return True
 
     def end_call(self, frame: FrameType) -> bool:
-        """Returns whether ``frame`` is the outermost call, which ends now."""
+        """Returns whether ``frame`` is the outermost call, which ends now, or is no step of training."""
         if self._frame is not frame:
             return False
         self._frame = None
         return True
 
-    def cancel_call(self) -> None:
-        """The outermost call is no step of training, or it raised an error."""
-        self._frame = None
-
-    def _is_inside(self, frame: FrameType | None) -> bool:
-        if self._frame is None:
-            return False
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
+    def has_called(self, frame: FrameType) -> bool:
+        """Whether the outermost call has called ``frame``."""
+        return self._frame is not None and any(one is self._frame for one in callers(frame))
 
     def creates_states_only(self) -> bool:
         """Whether there was no forward pass, and all learning rates and all gradients are zero.
 
         ``torch.distributed.checkpoint`` takes such a step to make the optimizer create its states.
         """
-        groups = self._learner.optimizer.param_groups
+        groups = self.learner.optimizer.param_groups
         if self.num_passes or not all("lr" in group and float(group["lr"]) == 0 for group in groups):
             return False
         gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
@@ -150,8 +123,8 @@ class LoopWatch:
 
     # ---- before a forward pass ----
 
-    def is_own_pass(self) -> bool:
-        """Whether the forward pass that begins uses the weights of this learner, in a plain autograd graph.
+    def is_own_pass(self, module: nn.Module) -> bool:
+        """Whether the forward pass of a model that begins uses the learner's weights, in a plain autograd graph.
 
         Raises:
             RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
@@ -159,34 +132,33 @@ class LoopWatch:
         if torch._C._functorch.maybe_current_level() is not None:
             return False  # torch.func.grad or vmap
         ddp = DistributedDataParallel._active_ddp_module
-        if ddp is not None and not set(self._learner.models).isdisjoint(ddp.modules()):
+        if ddp is not None and not set(self.learner.models).isdisjoint(ddp.modules()):
             raise RuntimeError(
                 "DistributedDataParallel wraps a model that distribute() trains, so gradients are averaged twice: call "
                 "the model without it"
             )
-        if self._registered != _num_registered or self._ids != list(map(id, map(dict.get, self._owners, self._names))):
-            if _calls(stateless._functional_call.__code__):
+        if self._registered != num_registered() or self._ids != list(map(id, map(dict.get, self._owners, self._names))):
+            if any(one.f_code is stateless._functional_call.__code__ for one in callers(sys._getframe())):
                 return False  # torch.func.functional_call has replaced the parameters for this pass
             self._check_structure()
             self._read_structure()
+        self._called.add(module is not self.learner.models[0])
         return True
 
     def _read_structure(self) -> None:
-        modules = [module for module in self._modules() if not isinstance(module, torch.jit.ScriptModule)]
+        modules = [module for model in self.learner.models for module in model.modules()]
+        modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._places = [(module, name, value) for module in modules for name, value in module._parameters.items()]
         self._owners = [module._parameters for module, _, _ in self._places]
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
-        self._registered = _num_registered
-
-    def _modules(self) -> Iterator[nn.Module]:
-        return (module for model in self._learner.models for module in model.modules())
+        self._registered = num_registered()
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
         advice = "do it before distribute(), or change weights in place, with copy_"
-        modules, present = set(self._modules()), set()
-        for model in self._learner.models:
+        modules, present = {module for model in self.learner.models for module in model.modules()}, set()
+        for model in self.learner.models:
             for name, module in model.named_modules():
                 if wrapper := wrapper_of(module):
                     raise RuntimeError(f"module {name} was wrapped by {wrapper} after distribute(): {advice}")
@@ -204,7 +176,7 @@ class LoopWatch:
         self._check_buffers()
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
-        rows = range(len(self._learner.models))
+        rows = range(len(self.learner.models))
         if not self._kept:
             self._kept = [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
         for row in rows:
@@ -238,8 +210,11 @@ class LoopWatch:
         return sampled(self._flat.param_LP.detach()).contiguous().view(torch.uint8).clone()
 
     def restart(self) -> None:
-        """Count the forward passes of a new step. After other weights were loaded, they are read before a send."""
+        """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None
+        self._averaged = False  # whether a backward pass of this step has averaged gradients, or may leave it out
+        self._has_average = False  # whether gradients of this step are an average
+        self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
 
@@ -247,33 +222,20 @@ class LoopWatch:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(sampled(columns))
 
-    def note_average(self, used: Sequence[bool], seen: set[int]) -> None:
-        """After a backward pass that averaged gradients.
+    def note_paused(self, num_gradients: int) -> None:
+        """After ``no_sync``: the program asked for no average, and so many gradients came inside."""
+        self._averaged = True
+        self._is_late |= self._has_average and num_gradients > 0
 
-        Args:
-            used: whether each segment had a gradient on any rank in the first step.
-            seen: the indices of the parameters that had one here, now.
+    def check_alike(self) -> None:
+        """When gradients are averaged: see :class:`ddpcore.distributed.alike.AlikeCheck`. Collective."""
+        if not self._has_average and self._strategy.traits.stays_identical:
+            self._alike.check(self.learner)
 
-        Raises:
-            RuntimeError: a parameter is frozen for some learners only, or got its first gradient after the first step.
-        """
-        flat = self._flat
-        if len(seen) < len(flat.parameters) or not all(used):
-            for index, parameter in enumerate(flat.parameters):
-                name, is_used = flat.names[index % len(used)], used[index % len(used)]
-                if index in seen and not is_used:
-                    raise RuntimeError(
-                        f"parameter {name} got a gradient after a first backward pass in which it had none on any "
-                        "rank: let it take part in the first step, or freeze it with requires_grad_(False)"
-                    )
-                if not is_used or index in seen or parameter.grad is not None:
-                    continue
-                if bool(flat.grad_views[index].any()):
-                    raise RuntimeError(
-                        f"parameter {name} is frozen here and has a gradient on another learner: freeze it on all of "
-                        "them in the same step"
-                    )
-        if flat.num_rows > 1:
+    def note_average(self) -> None:
+        """After a backward pass that averaged gradients."""
+        self._averaged, self._has_average, self._is_late = True, True, False
+        if self._flat.num_rows > 1:
             self._note_all()
 
     def _note_all(self) -> None:
@@ -292,7 +254,7 @@ class LoopWatch:
                     "averaged: call backward() before step()"
                 )
 
-    def _check_alike(self) -> bool:
+    def _check_rows(self) -> bool:
         """Check that what was done to gradients after the backward pass was done for every virtual learner.
 
         Returns:
@@ -320,38 +282,53 @@ class LoopWatch:
 
     # ---- a step ----
 
-    def before_step(self, closure: Callable[[], Any] | None, *, averaged: bool) -> None:
+    def before_step(self, closure: Callable[[], Any] | None) -> None:
         """Check everything that a step uses. Collective if averages of all learners are not finite.
 
         Args:
             closure: of the call of ``step()``. Its gradients do not exist yet.
-            averaged: whether a backward pass of this step has averaged gradients, or may leave it out.
 
         Raises:
             RuntimeError: the loop was misused.
             NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
         """
-        strategy, plan = self._strategy, self._strategy.plan(self._learner.step)
+        strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
         if closure is not None and not strategy.traits.takes_closure:
             raise RuntimeError(f"{strategy.name} takes no closure: call backward() and then step()")
-        if closure is None and not averaged and plan.averages_gradients:
+        if len(self.learner.models) > 1 and self._called == {False}:
+            raise RuntimeError(
+                "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
+                "each of handle.models"
+            )
+        if closure is None and not self._averaged and plan.averages_gradients:
             self._check_averaged()
+        if self._is_late:
+            raise RuntimeError(
+                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
+                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
+            )
+        if strategy.traits.acts_in_forward and not self.num_passes and closure is None:
+            raise RuntimeError(
+                f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
+                "model.forward or a part of it"
+            )
         self._check_parameters()
         self._check_optimized()
-        is_unchanged = self._check_alike()
+        is_unchanged = self._check_rows()
         self._must_read |= closure is not None or self._versions() != self._written
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
         """After the optimizer's step: weights that change from here on were changed by the program."""
+        self._alike.is_apart |= not self._has_average
         self._written = self._versions()
-
-    def end_step(self, *, averages_gradients: bool) -> None:
-        """At the end of a step, whose averaged gradients a later step may use again."""
         self.restart()
+
+    def end_step(self) -> None:
+        """At the end of a step, whose averaged gradients a later step may use again."""
         self._written = self._versions()
-        if averages_gradients:
+        if self._strategy.traits.averages_gradients:
             self._stepped = list(map(_version_of, self._flat.grad_views))
 
     def _versions(self) -> list[int]:
@@ -389,7 +366,7 @@ class LoopWatch:
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""
-        for group in self._learner.optimizer.param_groups:
+        for group in self.learner.optimizer.param_groups:
             if self._members.issuperset(map(id, group["params"])):
                 continue
             for parameter in group["params"]:
@@ -407,7 +384,7 @@ class LoopWatch:
         Args:
             one_row: whether the gradients of all learners are alike.
         """
-        learner, optimizer = self._learner, self._learner.optimizer
+        learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
             self._must_read = True
@@ -433,15 +410,17 @@ class LoopWatch:
         self._leave_out(found, range(learner.flat.num_rows) if sums and covers_all_learners else list(named))
 
     def _event(self, learner: int | None, name: str, what: str = "gradient") -> NonFinite:
-        step, action = (self._learner.step + 1, self._mode) if what == "gradient" else (self._learner.step, "raise")
+        step, action = (self.learner.step + 1, self._mode) if what == "gradient" else (self.learner.step, "raise")
         return NonFinite(step=step, learner=learner, parameter=name, what=what, action=action)
 
     def _suspects(self, one_row: bool) -> list[int]:
         """Rows whose gradients may not be finite, from one sum over the gradients."""
         flat = self._flat
-        if isinstance(self._learner.optimizer, FusedOptimizer):
-            flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
         gradients = list(map(_gradient_of, flat.parameters))
+        one_row = one_row and all(map(is_, gradients, flat.grad_views))
+        if isinstance(self.learner.optimizer, FusedOptimizer):
+            flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
+            gradients = list(map(_gradient_of, flat.parameters))
         if all(map(is_, gradients, flat.grad_views)):
             sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
@@ -453,7 +432,7 @@ class LoopWatch:
 
     def _leave_out(self, found: list[NonFinite], rows: range | list[int]) -> None:
         """Remove the gradients of some rows, so that any optimizer leaves these parameters and their states alone."""
-        learner = self._learner
+        learner = self.learner
         for row in rows:
             for parameter in learner.models[row].parameters():
                 parameter.grad = None
@@ -465,11 +444,11 @@ class LoopWatch:
             self._strategy.quarantine({event.learner for event in found if event.learner is not None})
 
     def _buffers(self, row: int) -> list[Tensor]:
-        return list(self._learner.models[row].buffers())
+        return list(self.learner.models[row].buffers())
 
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
-        learner, weights_LP = self._learner, self._flat.param_LP
+        learner, weights_LP = self.learner, self._flat.param_LP
         self._sent = versions = self._versions()
         weights_LX = weights_LP if columns_LX is None else columns_LX
         if learner.comm.num_learners == 1 or is_capturing(weights_LX):
@@ -516,41 +495,3 @@ def _note(noted: dict[int, int], parameter: Tensor) -> None:
     """After autograd has written a gradient."""
     if parameter.grad is not None:
         noted[id(parameter)] = parameter.grad._version
-
-
-def _count(module: nn.Module, name: str, value: object) -> None:
-    global _num_registered
-    _num_registered += 1
-
-
-def _calls(code: Any) -> bool:
-    """Whether the function with this code object is among the callers of the present one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse a step of another optimizer on parameters of a handle, unless one of the two calls the other.
-
-    torch calls this before every step of any optimizer, so parameters are looked up once for each optimizer.
-    """
-    if torch.compiler.is_compiling() or optimizer in _OWN:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if _OTHERS.get(optimizer) == len(parameters):
-        return
-    reference = next((_WATCHES[parameter] for parameter in parameters if parameter in _WATCHES), None)
-    if reference is None:
-        _OTHERS[optimizer] = len(parameters)
-        return
-    own, watch = None, reference()
-    if watch is not None:
-        own = watch._learner.optimizer
-        if watch._is_inside(sys._getframe(1)) or any(value is own for value in vars(optimizer).values()):
-            return
-    raise RuntimeError(
-        f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "
-        f"average: step the {'optimizer' if own is None else type(own).__name__} that it got, and change its options"
-    )

@@ -13,9 +13,7 @@ from typing import Any
 from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.display.plot_option import check_plot
 from ddpcore.options.keys import get
-from ddpcore.options.typed import check_table
 
-_CHART = {"x": str, "by": str, "lines": Mapping[str, tuple[str, ...]]}
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
@@ -34,7 +32,10 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
-    drawn = [row for row, cell in cells.items() if _is_drawn(cell)]
+    drawn = [
+        row for row, cell in cells.items()
+        if cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
+    ]  # fmt: skip
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
         lines = lines_of(spec, {row: comparison["configs"][row] for row in drawn})
@@ -42,23 +43,14 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
             variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
             charts += _line_charts(variable, lines, cells, metric, run_labels)
             on_lines |= {row for points in lines.values() for _, row in points}
-    rest = [row for row, cell in cells.items() if row not in on_lines and _has_value(cell)]
+    known = [row for row, cell in cells.items() if cell["published"] is not None or any(cell["measured"])]
+    rest = [row for row in known if row not in on_lines]  # also if all runs diverged
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
 
 
-def check_chart(spec: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a table is an entry ``[[charts]]``, see :func:`lines_of`."""
-    check_table("a chart", {key: value for key, value in spec.items() if key != "values"}, _CHART, ("x",))
-    values = spec.get("values", [])
-    if not isinstance(values, list) or any(type(value) not in (str, int, float) for value in values):
-        raise ValueError(f"a chart: values is {values!r}: it must be a list of numbers or text")
-    if ("by" in spec) == ("lines" in spec) or ("by" in spec and "values" in spec):
-        raise ValueError(f"the chart over {spec['x']}: give lines, or by without values")
-
-
 def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
-    """The lines of an entry ``[[charts]]``, with those of their rows that ``configs`` has.
+    """The lines of an entry ``[[charts]]``, with the rows that ``configs`` has.
 
     Args:
         spec: ``x``, the variable: a field of the configs, such as ``optimizer.momentum``. ``lines``: for the
@@ -146,14 +138,6 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
         note=note,
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
-
-
-def _has_value(cell: Mapping[str, Any]) -> bool:
-    return cell["published"] is not None or any(cell["measured"])  # also if all runs diverged
-
-
-def _is_drawn(cell: Mapping[str, Any]) -> bool:
-    return cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
 
 
 def _has_run(cell: Mapping[str, Any], run: int) -> bool:

@@ -23,7 +23,7 @@ import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from ddpcore.options.extras import extra
 from ddpcore.options.suggest import suggest
@@ -43,26 +43,6 @@ _OF_ROWS = {**dict.fromkeys((*_OVER_SEEDS, "diverged", "value"), 1), "paired": 2
 """Functions of rows, with their numbers of rows."""
 _MIN_PAIRS = 6  # of five differences the smallest p-value is 0.0625: no test at 5 percent could succeed
 _MAX_LEVELS = 100  # of nesting: Python ends a recursion at about 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A statement of a source, and the predicate that decides whether it holds.
-
-    Attributes:
-        text: the statement.
-        source: who makes it.
-        predicate: see the module.
-        a_core_per_rank: it is about the speed of ranks, so it is void where they outnumbered the cores.
-    """
-
-    text: str
-    source: str
-    predicate: str
-    a_core_per_rank: bool = False
-
-
-CLAIM = get_type_hints(Claim)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,13 +40,13 @@ class RunOptions:
     study: str = field(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
     )
-    rows: tuple[str, ...] | None = field(None, "names of rows, or patterns ('ssgd-*'); default: those of the scale")
+    rows: tuple[str, ...] | None = field(None, "names of rows, or patterns ('ssgd-*'); default: the rows of the scale")
     scale: str = field("full", choices=SCALES)
     data_dir: Path | None = field(None, "folder of the data sets' files", metavar="DIR")
     download: bool = field(False, "fetch missing files into --data-dir first", action="store_true")
     out: Path | None = field(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
     seed: int = field(0, "the first seed", metavar="N", **SEED_RANGE)
-    seeds: int | None = field(None, "number of seeds (default: that of the study)", least=1, metavar="N")
+    seeds: int | None = field(None, "number of seeds (default: the study's)", least=1, metavar="N")
     max_runs: int = field(NUM_RUNS, "refuse more runs than this, rows x seeds", least=1, metavar="N")
     world_size: int | None = field(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
     jobs: int = field(1, "runs at the same time, which share the cores", least=1, metavar="N")

@@ -16,11 +16,11 @@ from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.compare import compare
-from ddpcore.experiments.folder import FAILED, Folder
 from ddpcore.experiments.landscapes import landscapes
-from ddpcore.experiments.plan import Datasets, check_data, make_plan
+from ddpcore.experiments.plan import Datasets, check_data, check_folder, check_runs, make_plan
 from ddpcore.experiments.run import run
 from ddpcore.experiments.tables import markdown, print_comparison, run_label
+from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 from ddpcore.storage.limits import shown
@@ -70,14 +70,14 @@ def _run(options: RunOptions) -> int:
         max_runs=options.max_runs,
         world_size=options.world_size,
     )
-    folder.check(plan.manifest, options.resume)
+    check_folder(folder.path, plan.manifest, options.resume)
     finished = folder.finished()
-    folder.check_runs((job.row, job.seed, job.config) for job in plan.jobs if (job.row, job.seed) not in finished)
+    check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
     with locked(folder.path):
-        folder.check(plan.manifest, options.resume)  # again: another process may have written into it meanwhile
-        folder.begin(plan.manifest)
+        check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
+        folder.begin(plan.manifest, _warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
         run(plan, folder, datasets, options.jobs)
@@ -90,6 +90,10 @@ def _run(options: RunOptions) -> int:
     return 1 if num_failed else 0
 
 
+def _warn(line: str) -> None:
+    print(f"ddpcore.experiments: {line}", file=sys.stderr, flush=True)
+
+
 def _compare(options: CompareOptions) -> int:
     comparisons = compare(options.runs)
     plot, plots = options.plot, []
@@ -98,7 +102,7 @@ def _compare(options: CompareOptions) -> int:
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         for problem in comparison["problems"]:
-            print(f"ddpcore.experiments: {problem}: the rest is kept", file=sys.stderr)
+            _warn(f"{problem}: the rest is kept")
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:

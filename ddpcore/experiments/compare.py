@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments.claims import Outcome, judge
-from ddpcore.experiments.folder import FAILED, FINISHED, Results, read_manifest, read_results
 from ddpcore.experiments.metrics import counts_diverged
-from ddpcore.experiments.study import STUDIES
+from ddpcore.experiments.study import STUDIES, check_claim
+from ddpcore.records.study import FAILED, FINISHED, Results, read_manifest, read_results
 from ddpcore.storage.limits import shown
 
 
@@ -35,7 +35,7 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in paths:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, check_claim)
         by_study.setdefault(manifest["study"], []).append((path, manifest))
     return [_compare_study(entries) for entries in by_study.values()]
 
@@ -47,7 +47,9 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
     for path, other in entries:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
-                raise ValueError(f"{shown(path)}: its {key} differs from that of {shown(first)}: compare it separately")
+                raise ValueError(
+                    f"{shown(path)}: its {key} differs from the {key} of {shown(first)}: compare it separately"
+                )
         for name, row in other["rows"].items():
             rows.setdefault(name, row)
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}

@@ -1,6 +1,6 @@
 """Emulated hosts on one machine: a network namespace each, connected to a switch by virtual Ethernet cables (veth).
 
-Ranks of one host reach those of another only through the cables. This needs Linux, root, and the tools ``ip``,
+Ranks of one host reach ranks of another only through the cables. This needs Linux, root, and the tools ``ip``,
 ``unshare`` and ``nsenter``. The namespaces have no names, so the kernel removes them when their last process ends.
 """
 

@@ -16,7 +16,7 @@ from ddpcore.display.surfaces import plot_surfaces
 from ddpcore.experiments.command_line import LandscapeOptions
 from ddpcore.options.extras import extra
 from ddpcore.records.run import LANDSCAPES
-from ddpcore.records.surface import Surface, read_surface
+from ddpcore.records.surface import SUFFIX, Surface, read_surface
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.files import replace_file
@@ -101,10 +101,10 @@ def _files(options: LandscapeOptions) -> dict[str, Path]:
     """The HDF5 file of each landscape, by title."""
     names, stem = _names(options.runs), _stem(options)
     if options.plane == "solutions":
-        return {"solutions": (options.out or options.runs[0] / LANDSCAPES) / f"{stem}.h5"}
+        return {"solutions": (options.out or options.runs[0] / LANDSCAPES) / f"{stem}{SUFFIX}"}
     if options.out is None:
-        return {name: path / LANDSCAPES / f"{stem}.h5" for name, path in names.items()}
-    return {name: options.out / f"{name.replace('/', '-')}-{stem}.h5" for name in names}
+        return {name: path / LANDSCAPES / f"{stem}{SUFFIX}" for name, path in names.items()}
+    return {name: options.out / f"{name.replace('/', '-')}-{stem}{SUFFIX}" for name in names}
 
 
 def _stem(options: LandscapeOptions) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from ddpcore.options.keys import get
 from ddpcore.records.run import RunRecord
+from ddpcore.records.study import CURVES
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
-CURVES = ("effective_lr", "loss", "noise")
 METRICS = {
     "train_loss": "mean loss of the last epoch's training steps",
     "test_loss": "mean cross-entropy on the test split",
@@ -32,7 +32,7 @@ METRICS = {
     "seconds_to_target": "seconds, of a run that reached its target accuracy; other runs have none",
     "steps": "steps of the optimizer",
     "parameters_mb": "trained parameters in fp32, in units of 2^20 bytes",
-    "total_variation": "total variation distance of the learners' classes from those of all",
+    "total_variation": "total variation distance of the learners' classes from the classes of all",
     "consensus_distance": "consensus distance of the learners at the end",
     "recoveries": "how often a rank died and the run resumed from its checkpoint",
     "effective_lr_early": "a_e / a of the measured steps in the first fifth of the run, sum of g_a.g over sum of |g|^2",
@@ -58,7 +58,7 @@ METRICS = {
 }
 """Numbers of a run; docs/noise_statistics.md explains the symbols.
 
-Scores are those of the test split, also if the run was evaluated on the validation split.
+Scores are of the test split, also if the run was evaluated on the validation split.
 """
 
 
@@ -113,8 +113,8 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
         "effective_lr_early": _rate(early),
         "effective_lr_late": _rate(late),
         "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
-        **{f"{name}_early": _mean(early, name) for name in NOISES},
-        **{f"{name}_late": _mean(late, name) for name in NOISES},
+        **{f"{name}_early": _mean([line[name] for line in early]) for name in NOISES},
+        **{f"{name}_late": _mean([line[name] for line in late]) for name in NOISES},
         "noise_scale": scales[-1] if scales else None,
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
@@ -125,15 +125,11 @@ def _hessian(record: RunRecord) -> dict[str, float | None]:
     """Metrics from the Hessian along the run; None if it was not measured."""
     lines = [line for line in record.hessian if line["problem"] is None]
     late = [line for line in lines if line["step"] > (1 - SHARE) * record.header["total_steps"]]
-
-    def mean(values: Sequence[float]) -> float | None:
-        return sum(values) / len(values) if values else None
-
     return {
-        "sharpness_late": mean([line["largest"][0] for line in late]),
+        "sharpness_late": _mean([line["largest"][0] for line in late]),
         "sharpness_max": max((line["largest"][0] for line in lines), default=None),
-        "disagreement_top_late": mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
-        "noise_top_late": mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
+        "disagreement_top_late": _mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
+        "noise_top_late": _mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
     }
 
 
@@ -159,8 +155,8 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
     ]
 
 
-def _mean(lines: Sequence[dict[str, float]], name: str) -> float | None:
-    return sum(line[name] for line in lines) / len(lines) if lines else None
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _rate(lines: Sequence[dict[str, float]]) -> float | None:

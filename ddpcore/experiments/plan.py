@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ddpcore.data import Dataset
-from ddpcore.experiments.folder import Folder
-from ddpcore.experiments.study import Row, Study
+from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
+from ddpcore.records.checkpoint import read_manifest as read_checkpoint
+from ddpcore.records.checkpoint import step_folder, steps_of
 from ddpcore.records.config import BOOKKEEPING
-from ddpcore.storage.limits import NUM_RUNS
+from ddpcore.records.run import CHECKPOINTS, RECORD
+from ddpcore.records.study import MANIFEST, Folder, read_manifest
+from ddpcore.storage.files import LOCK
+from ddpcore.storage.json_lines import read_lines, to_json
+from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
     DATASET_FIELDS,
@@ -159,6 +164,51 @@ def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
     return list(range(first, first + count))
 
 
+def check_folder(path: Path, manifest: Mapping[str, Any], resume: bool) -> None:
+    """Raise ValueError unless the folder is new, or contains the same study and ``resume`` is set."""
+    if not path.exists() or (path.is_dir() and all(item.name == LOCK for item in path.iterdir())):
+        return
+    if not path.is_dir():
+        raise ValueError(f"{shown(path)} is a file: name a folder")
+    if not (path / MANIFEST).exists():
+        raise ValueError(f"{shown(path)} contains other files: take another folder with --out")
+    known = read_manifest(path, check_claim)
+    for key in ("study", "title", "source", "scale", "set"):
+        if known[key] != to_json(manifest[key]):
+            was = f"{shown(path)} was run with {key} {known[key]!r}, not {manifest[key]!r}"
+            raise ValueError(f"{was}: take another folder with --out")
+    for name, row in manifest["rows"].items():
+        if differences := _differences(row, known["rows"].get(name, row)):
+            raise ValueError(
+                f"{shown(path)} contains another row {name}: {'; '.join(differences)}: take another folder"
+            )
+    if not resume:
+        raise ValueError(f"{shown(path)} contains this study already: continue with --resume, or take another folder")
+
+
+def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
+    """The differences between two rows of manifests that change results."""
+    unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
+    differences = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
+    return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])
+
+
+def check_runs(jobs: Iterable[Job]) -> None:
+    """Raise ValueError if an unfinished run in the folder of a job, or a checkpoint of it, has another config."""
+    for job in jobs:
+        lines = read_lines(job.path / RECORD)
+        configs = [line.get("config", {}) for line in lines.rows if line.get("kind") == "run"]
+        checkpoints = job.path / CHECKPOINTS
+        for step in steps_of(checkpoints):
+            try:
+                configs.append(read_checkpoint(step_folder(checkpoints, step))["config"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # train ignores damaged checkpoints, and prints a warning
+        for other in configs:
+            if differences := job.config.difference(other):
+                raise ValueError(f"{shown(job.path)} is another run: {'; '.join(differences)}: take another folder")
+
+
 def check_data(plan: RunPlan, datasets: Datasets) -> None:
     """Raise ValueError if data are missing or damaged, do not fit a row, or its ranks cannot run here."""
     for job in [job for job in plan.jobs if job.seed == plan.jobs[0].seed]:
@@ -200,9 +250,8 @@ def backend_of(job: Job) -> str:
 
 def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
     return {
-        "config": config.overridden(
-            {"run": {"seed": 0}, "data": {"data_dir": None}}
-        ).to_dict(),  # the same for all seeds and machines
+        # the same for all seeds and machines
+        "config": config.overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
         "published": dict(row.published),
         "about": row.about,
         "ranks": ranks,

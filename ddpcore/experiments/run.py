@@ -15,10 +15,11 @@ from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 from ddpcore.experiments import hosts
-from ddpcore.experiments.folder import FAILED, FINISHED, Folder
 from ddpcore.experiments.metrics import curves_of, metrics_of
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
+from ddpcore.records.checkpoint import steps_of
 from ddpcore.records.run import CHECKPOINTS
+from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import keep_freed_memory
@@ -26,7 +27,6 @@ from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
-from ddpcore.training.checkpoint import Checkpoints
 
 POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank is killed
 
@@ -139,9 +139,8 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
-    checkpoints = Checkpoints(folder=job.path / CHECKPOINTS, config={})
     while not done.wait(POLL_SECONDS):
-        if checkpoints.steps():
+        if steps_of(job.path / CHECKPOINTS):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

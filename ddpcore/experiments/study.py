@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments import claims
-from ddpcore.experiments.charts import check_chart
-from ddpcore.experiments.claims import CLAIM, Claim
 from ddpcore.experiments.metrics import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.records.config import SECTIONS
+from ddpcore.records.study import CLAIM, Claim, check_chart
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import needs_ranks
@@ -199,7 +198,7 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
     rows = {key: _row(key, path, entries, values["shared"], groups, scales) for key, entries in values["rows"].items()}
     for entries in values.get("claims", ()):
         check_table("a claim", entries, CLAIM, required=("text", "source", "predicate"))
-        claims.check(entries["predicate"], tuple(rows), tuple(METRICS))
+        check_claim(entries["predicate"], tuple(rows))
     study = Study(
         name=name,
         **{key: values[key] for key in ("title", "question", "source")},
@@ -216,6 +215,11 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
     for spec in study.charts:
         _check_chart(study, spec)
     return study
+
+
+def check_claim(predicate: str, rows: Sequence[str] | None = None) -> None:
+    """Raise ValueError unless the text is a predicate over these rows (None: any) and :data:`METRICS`."""
+    claims.check(predicate, rows, tuple(METRICS))
 
 
 def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:
@@ -247,16 +251,15 @@ def _row(
     return Row(
         name=name,
         study=study,
-        layers={scale: [_run_fields(layer) for layer in found] for scale, found in layers.items()},
+        layers={
+            scale: [{key: value for key, value in layer.items() if key in SECTIONS} for layer in found]
+            for scale, found in layers.items()
+        },
         published={metric: float(value) for metric, value in published.items()},
         about=entries.get("about", ""),
         kill_rank=entries.get("kill_rank"),
         **own,
     )
-
-
-def _run_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key in SECTIONS}
 
 
 def _check(where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any]) -> None:

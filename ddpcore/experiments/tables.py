@@ -103,13 +103,12 @@ def claim_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str
     heading = ["claim", "source", "predicate", "published numbers", *(run_label(run) for run in comparison["runs"])]
     rows = []
     for claim in comparison["claims"]:
-        verdicts = [_verdict(verdict) for verdict in (claim["on_published"], *claim["verdicts"])]
+        verdicts = [
+            f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
+            for verdict in (claim["on_published"], *claim["verdicts"])
+        ]
         rows.append([*(" ".join(claim[key].split()) for key in ("text", "source", "predicate")), *verdicts])
     return heading, rows
-
-
-def _verdict(verdict: dict[str, str]) -> str:
-    return f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
 
 
 def _table(heading: list[str], rows: list[list[str]], num_left: int) -> Table:

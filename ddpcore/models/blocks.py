@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.options.typed import check_range
+
+Shape = tuple[int, ...]
+Sizes = Sequence[int]
+IMAGE = (3, 32, 32)
 
 
 class Chain(nn.Module):
@@ -81,6 +87,18 @@ class PooledHead(nn.Module):
         """[B, channels, H, W] to logits [B, num_classes]."""
         logits: Tensor = self.linear(inputs.mean(dim=(2, 3)))
         return logits
+
+
+class ImageChain(Chain):
+    """Layers for images of 32 x 32 pixels, whose output has so many channels, then pooling and a linear layer."""
+
+    input_shapes = (IMAGE,)
+    num_classes = 10
+
+    def __init__(self, layers: Iterable[nn.Module], channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*layers)
+        self.head = PooledHead(channels, num_classes)
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Block
+from ddpcore.models.blocks import Block, Shape
 
 
 class ByteTransformer(nn.Module):
@@ -14,7 +14,7 @@ class ByteTransformer(nn.Module):
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
     ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, which is
     ``input_shape[0]``. The logits at a place depend only on the bytes up to there. Embeddings start normal with
-    standard deviation 0.02, and linear layers as those of torch. The defaults have 137216 parameters.
+    standard deviation 0.02, and linear layers as in torch. The defaults have 137216 parameters.
 
     Args:
         width: of a token; a multiple of num_heads.
@@ -32,7 +32,7 @@ class ByteTransformer(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         width: int = 64,

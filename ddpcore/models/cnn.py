@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ddpcore.models.blocks import Chain
+from ddpcore.models.blocks import Chain, Shape
 
 
 class MnistCNN(Chain):
@@ -16,7 +16,7 @@ class MnistCNN(Chain):
     input_shapes = ((1, 28, 28),)
     num_classes = 10
 
-    def __init__(self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__()
         channels, height, width = input_shape
         self.layers = nn.Sequential(
@@ -38,11 +38,7 @@ class SimpleCNN(Chain):
     num_classes = 10
 
     def __init__(
-        self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        padding: int = 1,
+        self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes, *, padding: int = 1
     ) -> None:
         super().__init__()
         if padding not in (0, 1):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes
 
 BOTTLENECK = 4  # channels between a layer's two convolutions, in growth rates
 COMPRESSION = 0.5  # share of the channels that a transition keeps
 
 
-class DenseNet121(Chain):
+class DenseNet121(ImageChain):
     """DenseNet-BC: four dense blocks, with transitions between them that halve channels, height and width.
 
     Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution without stride and pooling. 6956298
@@ -24,18 +22,14 @@ class DenseNet121(Chain):
         growth_rate: channels that a layer adds, at least 1.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape = IMAGE,
+        num_classes: int = 10,
         *,
-        blocks: Sequence[int] = (6, 12, 24, 16),
+        blocks: Sizes = (6, 12, 24, 16),
         growth_rate: int = 32,
     ) -> None:
-        super().__init__()
         if not blocks or min(*blocks, growth_rate) < 1:
             raise ValueError(f"blocks {list(blocks)} and growth_rate {growth_rate}: each must be at least 1")
         channels = 2 * growth_rate
@@ -48,8 +42,7 @@ class DenseNet121(Chain):
             for _ in range(count):
                 layers.append(DenseLayer(channels, growth_rate))
                 channels += growth_rate
-        self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU())
-        self.head = PooledHead(channels, num_classes)
+        super().__init__([*layers, nn.BatchNorm2d(channels), nn.ReLU()], channels, num_classes)
 
 
 class DenseLayer(nn.Module):

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_norm_relu, scaled
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, SqueezeExcitation, conv_norm_relu, scaled
 from ddpcore.models.mobilenet import InvertedResidual
 from ddpcore.options.typed import check_range
 
@@ -15,7 +15,7 @@ STEM_CHANNELS = 32
 STAGES = ((1, 16, 1, 2), (6, 24, 2, 1), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 2))
 
 
-class EfficientNetB0(Chain):
+class EfficientNetB0(ImageChain):
     """A 3 x 3 convolution, sixteen inverted residuals with a gate on their output, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. This is the lighter variant that is common for CIFAR-10: all depthwise
@@ -28,18 +28,9 @@ class EfficientNetB0(Chain):
         depth: multiplies the blocks of each stage (rounded up), above 0.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
     def __init__(
-        self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        width: float = 1.0,
-        depth: float = 1.0,
+        self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0, depth: float = 1.0
     ) -> None:
-        super().__init__()
         check_range("depth", depth, above=0)
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
@@ -49,5 +40,4 @@ class EfficientNetB0(Chain):
                 gate = SqueezeExcitation(wider)
                 layers.append(InvertedResidual(channels, wider, expansion, stride if block == 0 else 1, gate))
                 channels = wider
-        self.features = nn.Sequential(*layers)
-        self.head = PooledHead(channels, num_classes)
+        super().__init__(layers, channels, num_classes)

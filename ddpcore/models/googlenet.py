@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead, conv_norm_relu, scaled
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, conv_norm_relu, scaled
 
 STEM_CHANNELS = 192
+_layer = partial(conv_norm_relu, bias=True)
 # Rows of table 1: channels of the 1 x 1 branch, before and of the 3 x 3, before and of the 5 x 5, and after pooling.
 STAGES = (
     ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
@@ -22,7 +25,7 @@ STAGES = (
 )
 
 
-class GoogLeNet(Chain):
+class GoogLeNet(ImageChain):
     """A 3 x 3 convolution, nine inception modules in three stages, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. The stem has no stride and no pooling, there are no auxiliary classifiers,
@@ -30,15 +33,9 @@ class GoogLeNet(Chain):
     the channels.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
-    def __init__(
-        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
-    ) -> None:
-        super().__init__()
+    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
         channels = scaled(STEM_CHANNELS, width)
-        layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3, bias=True)]
+        layers: list[nn.Module] = [*_layer(input_shape[0], channels, 3)]
         for stage, rows in enumerate(STAGES):
             if stage > 0:
                 layers.append(nn.MaxPool2d(3, stride=2, padding=1))
@@ -46,14 +43,13 @@ class GoogLeNet(Chain):
                 module = Inception(channels, tuple(scaled(base, width) for base in row))
                 layers.append(module)
                 channels = module.channels
-        self.features = nn.Sequential(*layers)
-        self.head = PooledHead(channels, num_classes)
+        super().__init__(layers, channels, num_classes)
 
 
 class Inception(nn.Module):
     """Four parallel branches, whose channels are concatenated.
 
-    ``row`` holds six numbers of channels, in the order of STAGES; the attribute ``channels`` is that of the output.
+    ``row`` holds six numbers of channels, in the order of STAGES; ``channels`` is the number in the output.
     """
 
     def __init__(self, channels_in: int, row: tuple[int, ...]) -> None:
@@ -72,7 +68,3 @@ class Inception(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels, H, W]."""
         return torch.cat([way(inputs) for way in self.ways], dim=1)
-
-
-def _layer(channels_in: int, channels_out: int, kernel_size: int = 1) -> tuple[nn.Module, ...]:
-    return conv_norm_relu(channels_in, channels_out, kernel_size, bias=True)

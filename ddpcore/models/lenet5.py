@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
-from ddpcore.models.blocks import Chain
+from ddpcore.models.blocks import Chain, Shape, Sizes
 
 
 class LeNet5(Chain):
@@ -25,10 +23,10 @@ class LeNet5(Chain):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
-        widths: Sequence[int] = (6, 16, 120, 84),
+        widths: Sizes = (6, 16, 120, 84),
         dropout: float = 0.5,
     ) -> None:
         super().__init__()

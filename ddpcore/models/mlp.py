@@ -1,4 +1,4 @@
-"""A fully connected network for images of digits."""
+"""Fully connected networks: for images of digits, and for the ten features of the synthetic data set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 
 from torch import nn
 
-from ddpcore.models.blocks import Chain
+from ddpcore.models.blocks import Chain, Shape
 
 
 class MLP(Chain):
@@ -22,7 +22,7 @@ class MLP(Chain):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         hidden: Sequence[int] | int = (50, 50),
@@ -35,3 +35,14 @@ class MLP(Chain):
         for fan_in, fan_out in pairwise(widths):
             layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+
+
+class SimpleNet(Chain):
+    """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
+
+    input_shapes = ((10,),)
+    num_classes = 2
+
+    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, scaled, shortcut
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, conv_norm, conv_norm_relu, scaled, shortcut
 
 STEM_CHANNELS = 32
 # Channels and stride of each separable convolution.
@@ -17,45 +17,32 @@ INVERTED = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 
 HEAD_CHANNELS = 1280
 
 
-class MobileNet(Chain):
+class MobileNet(ImageChain):
     """A 3 x 3 convolution, thirteen depthwise separable ones, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride. 3217226 parameters for 10 classes. ``width`` (above
     0) multiplies the channels, as in the paper.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
-    def __init__(
-        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
-    ) -> None:
-        super().__init__()
+    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
         for base, stride in SEPARABLE:
             layers += conv_norm_relu(channels, channels, 3, stride=stride, groups=channels)
             layers += conv_norm_relu(channels, scaled(base, width))
             channels = scaled(base, width)
-        self.features = nn.Sequential(*layers)
-        self.head = PooledHead(channels, num_classes)
+        super().__init__(layers, channels, num_classes)
 
 
-class MobileNetV2(Chain):
+class MobileNetV2(ImageChain):
     """A 3 x 3 convolution, seventeen inverted residuals, a 1 x 1 convolution, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. Three layers have a stride, instead of the paper's five, and ReLU replaces
     ReLU6. 2296922 parameters for 10 classes. ``width`` (above 0) multiplies the channels; as in the paper, it does not
-    reduce those of the last convolution.
+    reduce the last convolution's.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
-    def __init__(
-        self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes, *, width: float = 1.0
-    ) -> None:
-        super().__init__()
+    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
         for expansion, base, count, stride in INVERTED:
@@ -63,8 +50,7 @@ class MobileNetV2(Chain):
                 layers.append(InvertedResidual(channels, scaled(base, width), expansion, stride if block == 0 else 1))
                 channels = scaled(base, width)
         head_channels = scaled(HEAD_CHANNELS, max(1.0, width))
-        self.features = nn.Sequential(*layers, *conv_norm_relu(channels, head_channels))
-        self.head = PooledHead(head_channels, num_classes)
+        super().__init__([*layers, *conv_norm_relu(channels, head_channels)], head_channels, num_classes)
 
 
 class InvertedResidual(nn.Module):
@@ -73,7 +59,7 @@ class InvertedResidual(nn.Module):
     With stride 1 the input is added, through a 1 x 1 convolution if the channels differ (the paper adds nothing then).
 
     Args:
-        expansion: hidden channels, divided by those of the input.
+        expansion: hidden channels, divided by the channels of the input.
         gate: applied to the output before the input is added.
     """
 

@@ -23,7 +23,6 @@ from ddpcore.models import (
     saddle,
     senet,
     shufflenet,
-    simplenet,
     speech_lstm,
     vgg,
     vit,
@@ -74,9 +73,8 @@ class Spec:
 class ModelRegistry(Registry[nn.Module]):
     """Models by name, with the samples that they take.
 
-    A class or function is called with those of ``input_shape`` and ``num_classes`` that it has as parameters. It may
-    say what fits by attributes ``input_shapes`` (shapes, the default first), ``num_classes``, ``any_size`` and
-    ``tokens``.
+    A class or function is called with ``input_shape`` and ``num_classes``, if it has these parameters. It may say
+    what fits by attributes ``input_shapes`` (shapes, the default first), ``num_classes``, ``any_size`` and ``tokens``.
     """
 
     def spec(self, name: str) -> Spec:
@@ -149,7 +147,7 @@ MODELS = ModelRegistry(
     "ddpcore.models",
     nn.Module,
     {
-        "simplenet": simplenet.SimpleNet,
+        "simplenet": mlp.SimpleNet,
         "mlp": mlp.MLP,
         "lenet5": lenet5.LeNet5,
         "mnist_cnn": cnn.MnistCNN,

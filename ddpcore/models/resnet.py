@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import conv_norm, conv_norm_relu, shortcut
+from ddpcore.models.blocks import Shape, Sizes, conv_norm, conv_norm_relu, shortcut
 
 
 class ResNet(nn.Module):
@@ -25,11 +25,11 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
-        blocks: Sequence[int] = (1, 1, 1, 1),
-        widths: Sequence[int] = (16, 32, 64, 128),
+        blocks: Sizes = (1, 1, 1, 1),
+        widths: Sizes = (16, 32, 64, 128),
     ) -> None:
         super().__init__()
         check_stages(blocks, widths)
@@ -56,7 +56,7 @@ class ResNet18(ResNet):
     input_shapes = ((3, 32, 32), (1, 28, 28))
     num_classes = 10
 
-    def __init__(self, input_shape: tuple[int, ...] = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
 
 

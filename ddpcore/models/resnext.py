@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu, shortcut
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu, shortcut
 
 STEM_CHANNELS = 64
-EXPANSION = 4  # channels of a block's output over those of one group
+EXPANSION = 4  # channels of a block's output over the channels of one group
 
 
-class ResNeXt29(Chain):
+class ResNeXt29(ImageChain):
     """Three stages of three bottleneck blocks with grouped 3 x 3 convolutions, 29 layers deep: 2 x 64d.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution; the paper's is 3 x 3. 9128778 parameters
@@ -24,19 +22,15 @@ class ResNeXt29(Chain):
         base_width: channels of a group in the first stage.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape = IMAGE,
+        num_classes: int = 10,
         *,
-        blocks: Sequence[int] = (3, 3, 3),
+        blocks: Sizes = (3, 3, 3),
         cardinality: int = 2,
         base_width: int = 64,
     ) -> None:
-        super().__init__()
         if not blocks or min(*blocks, cardinality, base_width) < 1:
             raise ValueError(
                 f"blocks {list(blocks)}, cardinality {cardinality} and base_width {base_width}: each must be at least 1"
@@ -49,8 +43,7 @@ class ResNeXt29(Chain):
                 stride = 2 if stage > 0 and block == 0 else 1
                 layers.append(GroupedBottleneck(channels, group_width, cardinality, stride))
                 channels = EXPANSION * group_width
-        self.features = nn.Sequential(*layers)
-        self.head = PooledHead(channels, num_classes)
+        super().__init__(layers, channels, num_classes)
 
 
 class GroupedBottleneck(nn.Module):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddpcore.models.blocks import Shape
 from ddpcore.options.typed import check_range
 
 
@@ -27,7 +28,7 @@ class Saddle(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         escape: float = 0.1,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead, SqueezeExcitation, conv_norm_relu
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, SqueezeExcitation, conv_norm_relu
 from ddpcore.models.resnet import check_stages
 
 
-class SENet18(Chain):
+class SENet18(ImageChain):
     """ResNet-18 with pre-activation blocks, each with a squeeze-and-excitation gate on its residual branch.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. 11260354 parameters for 10 classes.
@@ -20,18 +18,14 @@ class SENet18(Chain):
         widths: channels of each stage, at least 1; as many numbers as blocks.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape = IMAGE,
+        num_classes: int = 10,
         *,
-        blocks: Sequence[int] = (2, 2, 2, 2),
-        widths: Sequence[int] = (64, 128, 256, 512),
+        blocks: Sizes = (2, 2, 2, 2),
+        widths: Sizes = (64, 128, 256, 512),
     ) -> None:
-        super().__init__()
         check_stages(blocks, widths)
         channels = widths[0]
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
@@ -39,8 +33,7 @@ class SENet18(Chain):
             for block in range(count):
                 layers.append(PreActivationBlock(channels, width, stride=2 if stage > 0 and block == 0 else 1))
                 channels = width
-        self.features = nn.Sequential(*layers)
-        self.head = PooledHead(channels, num_classes)
+        super().__init__(layers, channels, num_classes)
 
 
 class PreActivationBlock(nn.Module):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, PooledHead, conv_norm, conv_norm_relu
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu
 from ddpcore.models.resnet import check_stages
 from ddpcore.options.typed import check_range
 
 STEM_CHANNELS = 24
 
 
-class ShuffleNet(Chain):
+class ShuffleNet(ImageChain):
     """ShuffleNet V2 1x: three stages of units that transform half of the channels and shuffle all of them.
 
     Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride and no pooling. 1263854 parameters for 10 classes.
@@ -25,19 +23,15 @@ class ShuffleNet(Chain):
         head_width: channels of the last convolution, at least 1.
     """
 
-    input_shapes = ((3, 32, 32),)
-    num_classes = 10
-
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape = IMAGE,
+        num_classes: int = 10,
         *,
-        blocks: Sequence[int] = (4, 8, 4),
-        widths: Sequence[int] = (116, 232, 464),
+        blocks: Sizes = (4, 8, 4),
+        widths: Sizes = (116, 232, 464),
         head_width: int = 1024,
     ) -> None:
-        super().__init__()
         check_stages(blocks, widths)
         if any(width % 2 for width in widths):
             raise ValueError(f"widths is {list(widths)}, each must be even: units split the channels into halves")
@@ -48,8 +42,7 @@ class ShuffleNet(Chain):
             layers.append(DownUnit(channels, width))
             layers += [Unit(width) for _ in range(count - 1)]
             channels = width
-        self.features = nn.Sequential(*layers, *conv_norm_relu(channels, head_width))
-        self.head = PooledHead(head_width, num_classes)
+        super().__init__([*layers, *conv_norm_relu(channels, head_width)], head_width, num_classes)
 
 
 class Unit(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ddpcore.models.blocks import Shape
+
 
 class SpeechLSTM(nn.Module):
     """Stacked bidirectional LSTM layers, a linear bottleneck, and the classes of the middle frame.
@@ -14,7 +16,7 @@ class SpeechLSTM(nn.Module):
 
         4 x 512 x (260 + 512 + 2) x 2 + 5 x 4 x 512 x (1024 + 512 + 2) x 2 + 1024 x 256 + 256 + 256 x 32000 + 32000.
 
-    The acoustic model classifies all frames of a sequence; here a sample has one label, that of frame frames // 2.
+    The acoustic model classifies all frames of a sequence; here a sample has one label, the label of frame frames // 2.
 
     Args:
         depth: number of layers, at least 1.
@@ -28,7 +30,7 @@ class SpeechLSTM(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         depth: int = 6,

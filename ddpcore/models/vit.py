@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Block
+from ddpcore.models.blocks import Block, Shape
 from ddpcore.options.typed import check_range
 
 
@@ -31,7 +31,7 @@ class ViT(nn.Module):
 
     def __init__(
         self,
-        input_shape: tuple[int, ...] = input_shapes[0],
+        input_shape: Shape = input_shapes[0],
         num_classes: int = num_classes,
         *,
         patch_size: int = 4,
@@ -88,6 +88,6 @@ class PatchEmbedding(nn.Module):
         size = self.patch_size
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, channels, rows, size, columns, size]
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        class_tokens = self.class_token.expand(len(images), -1, -1)
+        class_tokens = self.class_token.expand(images.shape[0], -1, -1)
         tokens: Tensor = self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
         return tokens

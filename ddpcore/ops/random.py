@@ -112,7 +112,7 @@ def add_noise(
     mixed: Tensor, noise_std: float = 0.0, noise_seed: int = 0, noise_step: int = 0, noise_first: int = 0
 ) -> Tensor:
     """``mixed + std * normals``, in the dtype of ``mixed``. Returns ``mixed`` itself if ``noise_std`` is 0 in fp32."""
-    std = float(torch.tensor(noise_std, dtype=torch.float32))
+    std = float(torch.tensor(noise_std, dtype=torch.float32, device="cpu"))
     if std == 0:
         return mixed
     drawn = normals(mixed.numel(), noise_seed, noise_step, noise_first, mixed.device)

@@ -150,7 +150,7 @@ def lars_step_(
             coupled = 0.0 if decoupled else step.weight_decay
             numerator = rounded(trust_coefficient, weight) * weight_norm
             ratio = numerator / (grad_norm + coupled * weight_norm + rounded(eps, weight))
-        trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64)
+        trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64, device="cpu")
         buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
         inner, outer = {
             "you2017": (step.lr * ratio, 1.0),
@@ -261,7 +261,7 @@ def lamb_step_(
         if step.adapt and weight_norm != 0 and update_norm != 0:
             phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))
             ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
-        trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64)
+        trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64, device="cpu")
         keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
         store_weight(step.position, keep * weight - rounded(step.lr * ratio, weight) * update, params, masters)
 
@@ -294,7 +294,7 @@ def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, col
     total = old[0]
     for row in old[1:]:
         total = total + row
-    mean = (1 / torch.tensor(len(old), dtype=total.dtype)) * total
+    mean = (1 / torch.tensor(len(old), dtype=total.dtype, device="cpu")) * total
     for j, row in enumerate(weights):
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
         row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))

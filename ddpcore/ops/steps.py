@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -108,12 +107,12 @@ class Rule:
     wide_states: bool = False
     is_counted: bool = True
 
-    @cached_property
+    @property
     def operator(self) -> str:
         """The name of the operator."""
         return f"{self.name}_step_"
 
-    @cached_property
+    @property
     def tensors(self) -> tuple[Argument, ...]:
         """The arguments that a call may give by position."""
         none = REQUIRED if self.is_counted else ()
@@ -127,13 +126,13 @@ class Rule:
             *([Argument("trust", "Tensor!")] if self.uses_norms else []),
         )
 
-    @cached_property
+    @property
     def arguments(self) -> tuple[Argument, ...]:
         """All arguments of the operator, without those of a mix."""
         adapt, passes = ((_ADAPT,), _PASSES) if self.uses_norms else ((), ())
         return *self.tensors, *_GROUPS, *adapt, *self.options, *_SCALING, *passes, *_STATES
 
-    @cached_property
+    @property
     def schema(self) -> str:
         """The operator in torch's notation."""
         optional = {*(_PASSES if self.uses_norms else ()), *_STATES, *_MIX}  # torch wants defaults last
@@ -143,13 +142,11 @@ class Rule:
             texts.append(f"{text}={_text(argument.default)}" if argument in optional else text)
         return f"{self.operator}({', '.join(texts)}) -> ()"
 
-    @cached_property
-    def options_of(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """A function of an optimizer's group: the values of the rule's options in it."""
-        given = [option for option in self.options if option.option]
-        items = (f"{o.name!r}: group[{o.option!r}]" + ("" if o.item is None else f"[{o.item}]") for o in given)
-        function: Callable[[dict[str, Any]], dict[str, Any]] = eval(f"lambda group: {{{', '.join(items)}}}")
-        return function
+    def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The values of the rule's options in an optimizer's group."""
+        return {
+            o.name: group[o.option] if o.item is None else group[o.option][o.item] for o in self.options if o.option
+        }
 
 
 def _text(default: Any) -> str:

@@ -7,8 +7,7 @@ groups, if they differ only in learning rate, weight decay and adaptation. Later
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
+from ddpcore.ops.dtypes import wide
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, is_capturing, norm_squared_of
 from ddpcore.optim.checks import (
     Group,
@@ -33,13 +33,14 @@ from ddpcore.optim.checks import (
 )
 from ddpcore.optim.shards import check_shards, is_dtensor, local, local_gradients
 from ddpcore.optim.states import (
+    SavedOptimizer,
     check_loaded,
     check_roundable,
     check_state,
     check_tensors,
     create_states,
     firsts_of,
-    restore_bits,
+    has_master,
     split_steps,
 )
 from ddpcore.optim.weight_step import WeightStep
@@ -50,7 +51,7 @@ _NO_STATE: State = {}
 _NO_OPTIONS = ("self", "params", "__class__")  # in the locals of a constructor
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(SavedOptimizer):
     """Base of the fused optimizers. A subclass adds its rule, its options and their checks.
 
     - float32, bfloat16 and float16 parameters on CPU and CUDA run in kernels, other dtypes and devices in plain torch.
@@ -60,7 +61,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
     _flat: FlatParameters | None = None
     _weight_step: WeightStep | None = None
 
@@ -129,49 +129,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._weight_step.forget_states()
         for group in self.param_groups:
             group.update({**self.defaults, **group})
-        if self._given is not None:
-            restore_bits(self, *self._given)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as in torch. Options that are missing in ``state_dict`` keep their value in each group.
+    @override
+    def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        for number, param in saved.items():
+            check_state(number, param, state_dict["state"].get(number, {}), self.rule.buffers)
+        self.check_saved(state_dict)
+        for group in groups:
+            self.check_group(group)
+        check_one_norm(groups)
+        check_loaded(self, groups, saved, state_dict["state"])
 
-        States of ``torch.optim.SGD`` and ``Adam`` with the same buffers are accepted too.
-
-        Raises:
-            ValueError: groups, shapes or buffers do not match, or an option is invalid; nothing is changed then.
-        """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict := state_dict.copy())
-            state_dict = state_dict if changed is None else changed
-        params = [p for group in self.param_groups for p in group["params"]]
-        ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        saved = dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
-        for index, param in saved.items():
-            check_state(index, param, state_dict["state"].get(index, {}), self.rule.buffers)
-        groups = list(state_dict["param_groups"])
-        if len(groups) == len(self.param_groups):  # else torch raises an error
-            groups = [{**own, **options_of(group)} for own, group in zip(self.param_groups, groups, strict=True)]
-            self.check_saved(state_dict)
-            for group in groups:
-                self.check_group(group)
-            check_one_norm(groups)
-            check_loaded(self, groups, saved, state_dict["state"])
-        state_dict = {**state_dict, "param_groups": groups}
-        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
-        self._given = saved, state_dict["state"]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            self._optimizer_load_state_dict_pre_hooks, self._given = hooks, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state as in torch. Every parameter has its own ``step``, as ``torch.optim.Adam`` requires."""
-        result = super().state_dict()
-        states = {
-            index: {**state, "step": state["step"].clone()} if isinstance(state.get("step"), Tensor) else state
-            for index, state in result["state"].items()
-        }
-        return {**result, "state": states}
+    @override
+    def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
+        if is_rounded(group) and name in self.state_names(group):
+            return torch.bfloat16
+        keeps_more = self.rule.wide_states or "master" in state or has_master(group, param)
+        return wide(param.dtype) if keeps_more else param.dtype
 
     def bind(self, flat: FlatParameters) -> WeightStep:
         """Step flat buffers from now on. Each learner's row is a separate set of parameters.
@@ -328,7 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for group in groups:
                 self.check_group(group)  # a program may have changed its options
             check_one_norm(self.param_groups)
-            check_tensors(type(self).__name__, params, grads)  # before anything is written
+            check_tensors(type(self).__name__, params, grads, self.state)  # before anything is written
             check_roundable(self.named_parameters())
             batches = self._batches(groups, params, sizes, known[0])
             known = self._known(groups, params, grads, sizes)
@@ -356,7 +330,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
             sizes,
             [len(state) for state in states],
-            [(grad.dtype, grad.device, grad.is_sparse) for grad in grads],
+            [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
 
     def _batches(

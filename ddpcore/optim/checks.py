@@ -41,18 +41,18 @@ def is_scalar(value: Any) -> bool:
 def check_number(name: str, value: Any, below: float | None = None) -> None:
     """Raise ValueError unless the value is finite and ``0 <= value < below``."""
     if not is_scalar(value) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value}: it must be a finite number")
+        raise ValueError(f"{name} is {value!r}: it must be a finite number")
     check_range(name, value, least=0, below=below)
 
 
 def check_lr(lr: Any) -> None:
-    """Check a number or a tensor. The value of a tensor on a GPU is not checked, because reading it would block."""
+    """Check a number or a tensor. No value is read from a GPU, which would block, or while a step is compiled."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of {lr.numel()} elements: it must have one")
         if not lr.is_floating_point():
             raise ValueError(f"lr is a tensor of {lr.dtype}: it must have a floating-point dtype")
-        if lr.device.type != "cpu":
+        if lr.device.type != "cpu" or torch.compiler.is_compiling():
             return
         lr = lr.item()
     check_number("lr", lr)

@@ -1,26 +1,54 @@
-"""Parameter groups with and without weight decay, and for Muon."""
+"""Parameter groups by the roles of parameters: with and without weight decay, and for Muon.
+
+A role follows from the class of the module that owns a parameter and, for Muon, from its use in the forward pass, which
+``torch.fx`` traces without data. Where the forward pass cannot be traced, the order of registration takes its place.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import operator
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ddpcore.optim.checks import check_number
+from ddpcore.parameters.normalization import is_normalization
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+_PRODUCT = re.compile(
+    r"(bi)?linear|matmul|__matmul__|b?mm|mv|addb?mm|baddbmm|einsum|tensordot|conv(_transpose)?[123]d|"
+    r"multi_head_attention_forward"
+)
+_RESHAPE = re.compile(
+    r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type|clone|chunk|split|"
+    r"unbind|cat|stack|concat|(un)?squeeze|expand"
+)
 
 
 def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = None) -> list[dict[str, Any]]:
     """Groups of named parameters for any optimizer: weights with decay, and biases and norms without.
 
-    Vectors and scalars (``ndim <= 1``: biases, scales and shifts of norms, class tokens of one dimension) are in the
-    last group, with ``weight_decay=0`` and ``always_adapt=False``, as in the papers on LARS and LAMB.
+    The last group has ``weight_decay=0`` and ``always_adapt=False``, as in the papers on LARS and LAMB: parameters with
+    at most one dimension (biases, scales, class tokens of one dimension), all parameters of normalization layers, and
+    the gains of ``weight_norm``. :func:`describe` shows what a group has.
 
     Args:
         model: parameters that need no gradient are left out; tied ones are taken once.
         weight_decay: of all groups but the last.
         rule: None; or ``muon``, for :class:`~ddpcore.optim.Muon`: hidden matrices and convolution kernels have
-            ``rule="muon"``. Embeddings, the last layer with a weight of two dimensions or more, weights of one row
-            (class token and positions of a vision transformer) and the vectors have ``rule="adamw"``.
+            ``rule="muon"``. Other weights have ``rule="adamw"``: embeddings, the last layer of the forward pass, and
+            weights that are no factor of a matrix product (positions) or have one row or column (class tokens).
+            The projections of ``nn.MultiheadAttention``, three matrices in one, have ``split=3``. If the forward pass
+            cannot be traced, the last layer is the output embedding of a transformers model, or the module that was
+            registered last.
 
     Returns:
         Groups for ``FusedLARS(param_groups(model, 1e-4), lr=...)``, without empty ones. Optimizers of other libraries
@@ -36,8 +64,9 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
-    weights = [(name, p) for name, p in named if p.ndim > 1]
-    vectors = [(name, p) for name, p in named if p.ndim <= 1]
+    scales = _scales(model)
+    weights = [(name, p) for name, p in named if p.ndim > 1 and id(p) not in scales]
+    vectors = [(name, p) for name, p in named if p.ndim <= 1 or id(p) in scales]
     groups: list[dict[str, Any]]
     if rule is None:
         groups = [
@@ -45,21 +74,127 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
             {"params": vectors, "weight_decay": 0.0, "always_adapt": False},
         ]
     else:
-        ends = _embeddings_and_head(model) | {id(p) for _, p in weights if len(p) == 1}
-        hidden = [(name, p) for name, p in weights if id(p) not in ends]
-        others = [(name, p) for name, p in weights if id(p) in ends]
+        others = _embeddings(model) | {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
+        others |= _no_factors_and_head(model, [p for _, p in weights])
+        joint = _joint_projections(model) - others
+        hidden = [(name, p) for name, p in weights if id(p) not in others]
         groups = [
-            {"params": hidden, "weight_decay": weight_decay, "rule": "muon"},
-            {"params": others, "weight_decay": weight_decay, "rule": "adamw"},
-            {"params": vectors, "weight_decay": 0.0, "rule": "adamw"},
+            {"params": [pair for pair in hidden if id(pair[1]) not in joint], "rule": "muon"},
+            {"params": [pair for pair in hidden if id(pair[1]) in joint], "rule": "muon", "split": 3},
+            {"params": [(name, p) for name, p in weights if id(p) in others], "rule": "adamw"},
+            {"params": vectors, "rule": "adamw"},
         ]
+        for group in groups:
+            group["weight_decay"] = 0.0 if group is groups[-1] else weight_decay
     return [group for group in groups if group["params"]]
 
 
-def _embeddings_and_head(model: nn.Module) -> set[int]:
-    """Ids of the weights of embeddings, and of the last module that has a weight of two dimensions or more."""
-    owned = [(module, [p for p in module.parameters(recurse=False) if p.ndim > 1]) for module in model.modules()]
-    layers = [(module, weights) for module, weights in owned if weights]
-    ends = [weights for module, weights in layers if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    ends += [weights for _, weights in layers[-1:]]
-    return {id(weight) for weights in ends for weight in weights}
+def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str:
+    """A table of parameter groups as text: a line for each parameter, with the group's rule, decay and learning rate.
+
+    Args:
+        groups: of :func:`param_groups`, or an optimizer.
+    """
+    groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
+    lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
+    for index, group in enumerate(groups):
+        options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
+        names = group.get("param_names", range(len(group["params"])))
+        for name, param in zip(names, group["params"], strict=True):
+            name, param = param if isinstance(param, tuple) else (name, param)
+            lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
+    kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    rows = zip(*kept, strict=True)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(p) for module in modules for p in module.parameters()}
+
+
+def _scales(model: nn.Module) -> set[int]:
+    """Ids of the parameters of normalization layers, and of the gains of ``weight_norm``, old and new."""
+    found = _ids(filter(is_normalization, model.modules()))
+    for module in model.modules():
+        hooks: Iterable[Any] = module._forward_pre_hooks.values()
+        names = [hook.name for hook in hooks if type(hook).__name__ == "WeightNorm"]
+        found |= {id(getattr(module, f"{name}_g")) for name in names}
+        for parts in getattr(module, "parametrizations", {}).values():
+            if any(type(part).__name__ == "_WeightNorm" for part in parts):
+                found.add(id(parts.original0))
+    return found
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    return _ids(module for module in model.modules() if isinstance(module, _EMBEDDINGS))
+
+
+def _joint_projections(model: nn.Module) -> set[int]:
+    """Ids of the weights of ``nn.MultiheadAttention`` that hold the projections of queries, keys and values."""
+    layers = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
+    return {id(layer.in_proj_weight) for layer in layers if layer.in_proj_weight is not None}
+
+
+def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[int]:
+    """Ids of weights that are no factor of a product, or belong to the last layer."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    considered = set(map(id, weights))
+    try:
+        uses = [(own[name], how) for name, how in _uses(model)]
+    except Exception:  # whatever the forward pass of a model may do with values that do not exist
+        uses = []
+    uses = [(param, how) for param, how in uses if id(param) in considered]
+    factors = [id(param) for param, how in uses if how == "factor"]
+    if factors:
+        last = factors[-1]
+        return {id(param) for param, how in uses if how == "other" and id(param) not in factors} | {last}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    owned = [[p for p in module.parameters(recurse=False) if id(p) in considered] for module in model.modules()]
+    layers = [list(output.parameters())] if isinstance(output, nn.Module) else [part for part in owned if part]
+    return {id(p) for p in layers[-1]} if layers else set()
+
+
+def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name, ``factor`` or ``other``) for each use of a parameter, in the order of the forward pass.
+
+    The forward pass of a copy without values and hooks is traced, and arguments with defaults have their defaults.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    empty: dict[int, Any] = {id(t): _without_values(t) for t in tensors}
+    bare = copy.deepcopy(model, empty)
+    for module in bare.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    parameters = inspect.signature(bare.forward).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            graph = fx.Tracer().trace(bare, concrete_args=defaults or None)
+    finally:
+        random.setstate(state)
+    names = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            layer = bare.get_submodule(node.target)
+            factors = _ids(module for module in layer.modules() if isinstance(module, _MULTIPLIES))
+            for name, param in layer.named_parameters():
+                yield f"{node.target}.{name}", "factor" if id(param) in factors else "other"
+        elif node.op == "get_attr" and node.target in names:
+            yield node.target, "factor" if _is_factor(node) else "other"
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_factor(node: Any) -> bool:
+    """Whether a traced value is a factor of a product, perhaps after a change of its shape."""
+    for user in node.users:
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        name = "matmul" if user.target is operator.matmul else name
+        if _PRODUCT.fullmatch(name) or (_RESHAPE.fullmatch(name) and _is_factor(user)):
+            return True
+    return False

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from ddpcore.optim.checks import Group, check_flag, check_lr, check_number, check_once, is_number
+from ddpcore.ops.dtypes import wide
+from ddpcore.optim.adamw import FusedAdamW
+from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
 from ddpcore.optim.newton_schulz import (
     COEFFICIENTS,
     direct_products,
@@ -23,7 +24,7 @@ from ddpcore.optim.newton_schulz import (
     takes_gram,
 )
 from ddpcore.optim.shards import is_dtensor
-from ddpcore.optim.states import check_state
+from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
 
 RULES = ("muon", "adamw")
@@ -32,7 +33,7 @@ BUFFERS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 MAX_BATCH = 2**26  # elements of the matrices that are orthogonalized together
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(SavedOptimizer):
     """Momentum orthogonalized by Newton-Schulz (Jordan et al. 2024), and AdamW for parameters that are no matrices.
 
     ``m = momentum*m + (1-momentum)*g; u = (1-momentum)*g + momentum*m if nesterov else m; w *= 1 - lr*weight_decay;
@@ -40,8 +41,9 @@ class Muon(torch.optim.Optimizer):
     channel. The scale s is ``sqrt(max(1, rows/columns))``, or with ``match_rms_adamw`` (Moonshot: Liu et al. 2025,
     arXiv:2502.16982, equation 4) ``0.2*sqrt(max(rows, columns))``, so that lr and decay of AdamW fit.
 
-    The rule and the state of matrices are those of ``torch.optim.Muon``; O(u) is rounded to bfloat16, as there.
-    Matrices of one shape are one batch of matrix products.
+    Matrices have the rule and the state of ``torch.optim.Muon``; O(u) is rounded to bfloat16, as there. Matrices of one
+    shape are one batch of matrix products, so that results differ by the rounding of these products. All other
+    parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
     the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
@@ -49,7 +51,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
-            :func:`ddpcore.optim.param_groups` with ``rule="muon"``.
+            :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
+            matrices of equally many rows, such as the projections of queries, keys and values.
         lr: learning rate; a number or a tensor.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -58,19 +61,21 @@ class Muon(torch.optim.Optimizer):
         eps: least norm by which a matrix is divided.
         ns_steps: number of iterations, below 100.
         adjust_lr_fn: ``original`` (also None) or ``match_rms_adamw``.
-        betas: of AdamW.
+        adamw_betas: of AdamW. Schedulers of torch that cycle ``betas`` find the momentum of the matrices instead.
         adamw_eps: of AdamW.
         adamw_lr: learning rate of groups with ``rule="adamw"`` that give none; None: ``lr``.
         ns_dtype: of the matrix products; float64 parameters have float64. float32 is faster on CPUs that have no
-            instructions for bfloat16, and takes the Gram form where it has fewer multiplications.
+            instructions for bfloat16, and takes the Gram form where it has fewer multiplications. Autocast around a
+            step changes nothing.
         process_group: see above.
 
     Raises:
         ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions or is a
-            DTensor; there are no parameters.
-        RuntimeError: in ``step``, a gradient is sparse.
+            DTensor; a parameter is complex; there are no parameters.
+        RuntimeError: in ``step``, a gradient is sparse, or has not the dtype or the device of its parameter.
     """
 
+    _adamw: FusedAdamW | None = None  # steps the groups with rule="adamw", with the states of this optimizer
     process_group: dist.ProcessGroup | None = None
 
     def __init__(
@@ -85,7 +90,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
         adamw_lr: float | None = None,
         ns_dtype: torch.dtype = torch.bfloat16,
@@ -106,7 +111,8 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "rule": "muon",
-            "betas": betas,
+            "split": 1,
+            "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
         super().__init__(params, defaults)
@@ -121,12 +127,13 @@ class Muon(torch.optim.Optimizer):
         names = group.get("param_names", range(first, first + len(group["params"])))
         try:
             _check_options(group)
-            check_once(group)
+            check_new(group)
             for name, param in zip(names, group["params"], strict=True):
-                _check_parameter(name, param, group["rule"])
+                _check_parameter(name, param, group)
         except ValueError:
             self.param_groups.pop()
             raise
+        self._make_adamw()
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has."""
@@ -139,29 +146,23 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
+            if "betas" in group:  # of ddpcore 0.2
+                group["adamw_betas"] = group.pop("betas")
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            for param in group["params"]:
-                step = self.state.get(param, {}).get("step")
-                if step is not None:
-                    self.state[param]["step"] = torch.as_tensor(step, dtype=torch.float32, device=param.device)
+        self._make_adamw()
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as in torch; that of ``torch.optim.Muon`` too. Options that it lacks keep their values.
+    def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        for group in groups:
+            _check_options(group)
+            for number in group["params"]:
+                _check_parameter(number, saved[number], group)
+                check_state(number, saved[number], state_dict["state"].get(number, {}), BUFFERS[group["rule"]])
 
-        Raises:
-            ValueError: shapes or states do not fit the groups' rules, or an option is invalid. Nothing is changed then.
-        """
-        groups = list(state_dict["param_groups"])
-        if len(groups) == len(self.param_groups):  # else torch raises an error
-            groups = [{**own, **group} for own, group in zip(self.param_groups, groups, strict=True)]
-            for own, group in zip(self.param_groups, groups, strict=True):
-                _check_options(group)
-                for index, param in zip(group["params"], own["params"], strict=False):
-                    _check_parameter(index, param, group["rule"])
-                    check_state(index, param, state_dict["state"].get(index, {}), BUFFERS[group["rule"]])
-        super().load_state_dict({**state_dict, "param_groups": groups})
+    @override
+    def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
+        return wide(param.dtype) if group["rule"] == "adamw" else param.dtype
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,29 +171,48 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
-                raise RuntimeError("Muon needs dense gradients: use nn.Embedding(sparse=False)")
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
         groups = [group for group in self.param_groups if group["rule"] == "muon"]
         matrices = [matrix for group in groups for matrix in self._matrices(group)]
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
             matrix.step(update)
-        for group in self.param_groups:
-            if group["rule"] == "adamw":
-                self._step_adamw(group)
+        self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss
+
+    def _make_adamw(self) -> None:
+        groups = [{"params": group["params"]} for group in self.param_groups if group["rule"] == "adamw"]
+        self._adamw = FusedAdamW(groups) if groups else None
+
+    def _step_adamw(self, groups: list[Group]) -> None:
+        """Step other parameters. Their optimizer has the same states, and the options of now."""
+        if len(groups) != (0 if self._adamw is None else len(self._adamw.param_groups)):
+            self._make_adamw()  # the program has changed param_groups
+        if self._adamw is None:
+            return
+        self._adamw.state = self.state
+        for own, group in zip(self._adamw.param_groups, groups, strict=True):
+            own["params"], own["lr"], own["weight_decay"] = group["params"], group["lr"], group["weight_decay"]
+            own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]
+        self._adamw.step()
 
     def _matrices(self, group: Group) -> Iterator[_Matrix]:
         """The matrices of a group that have gradients, after a step of their momentum."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         for param in params:
-            if "momentum_buffer" not in self.state[param]:
+            momentum = self.state[param].get("momentum_buffer")
+            if momentum is None:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            elif momentum.dtype != param.dtype:  # the model has a new dtype
+                self.state[param]["momentum_buffer"] = momentum.to(param.dtype)
         momenta = [self.state[param]["momentum_buffer"] for param in params]
         if params:
-            torch._foreach_lerp_(momenta, [param.grad for param in params], 1 - group["momentum"])
+            torch._foreach_lerp_(momenta, [param.grad for param in params], 1 - float(group["momentum"]))
         for param, momentum in zip(params, momenta, strict=True):
-            yield _Matrix(param, momentum, group, self._dtype_of(param))
+            assert param.grad is not None
+            parts = (tensor.chunk(group["split"]) for tensor in (param, param.grad, momentum))
+            for weights, grad, part in zip(*parts, strict=True):
+                yield _Matrix(weights, grad, part, group, self._dtype_of(param))
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
@@ -222,40 +242,13 @@ class Muon(torch.optim.Optimizer):
                 updates.update((id(matrix), place) for matrix, place in _places(part, row))
         return [updates[id(matrix)] for matrix in matrices]
 
-    def _step_adamw(self, group: Group) -> None:
-        params = [param for param in group["params"] if param.grad is not None]
-        if not params:
-            return
-        for param in params:
-            state = self.state[param]
-            if "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        states = [self.state[param] for param in params]
-        adamw(
-            params,
-            [param.grad for param in params],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=all(param.device.type in ("cpu", "cuda") for param in params),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"],
-            maximize=False,
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """A parameter of one step, as a matrix."""
+    """A parameter of one step, or one of its parts, as a matrix."""
 
     param: Tensor
+    grad: Tensor
     momentum: Tensor
     group: Group
     dtype: torch.dtype  # of the products
@@ -279,7 +272,8 @@ class _Matrix:
     @property
     def cost(self) -> int:
         """Multiplications."""
-        form = gram_products if takes_gram(*self.wide, self.group["ns_steps"], self.dtype) else direct_products
+        is_gram = takes_gram(*self.wide, self.group["ns_steps"], self.dtype, self.param.device)
+        form = gram_products if is_gram else direct_products
         return form(*self.wide, self.group["ns_steps"])
 
     @property
@@ -290,9 +284,9 @@ class _Matrix:
 
     def direction(self) -> Tensor:
         """u, with ``rows <= columns``."""
-        grad = self.param.grad
-        assert grad is not None
-        direction = grad.lerp(self.momentum, self.group["momentum"]) if self.group["nesterov"] else self.momentum
+        direction = (
+            self.grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
+        )
         matrix = direction.flatten(1)
         return matrix.mT if self.shape[0] > self.shape[1] else matrix
 
@@ -303,7 +297,7 @@ class _Matrix:
             scale = 0.2 * math.sqrt(max(rows, columns))
         else:
             scale = math.sqrt(max(1, rows / columns))
-        self.param.mul_(1 - lr * self.group["weight_decay"])
+        self.param.mul_(1 - lr * float(self.group["weight_decay"]))
         update = update.mT if rows > columns else update
         self.param.add_(update.reshape(self.param.shape), alpha=-lr * scale)
 
@@ -319,8 +313,10 @@ def _orthogonal(matrices: list[_Matrix]) -> list[Tensor]:
         size = max(1, MAX_BATCH // first.param.numel())
         for begin in range(0, len(members), size):
             part = members[begin : begin + size]
+            with torch.autocast(first.param.device.type, enabled=False):  # which would change the dtype of the stack
+                directions = torch.stack([matrices[index].direction() for index in part])
             result = orthogonalize(
-                torch.stack([matrices[index].direction() for index in part]),
+                directions,
                 steps=first.group["ns_steps"],
                 coefficients=first.group["ns_coefficients"],
                 eps=first.group["eps"],
@@ -339,16 +335,16 @@ def _places(matrices: Sequence[_Matrix], row: Tensor) -> Iterator[tuple[_Matrix,
         begin = end
 
 
-def _check_parameter(name: Any, param: Tensor, rule: str) -> None:
-    if rule != "muon":
+def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
+    if group["rule"] != "muon":
         return
     where = "put it in a group with rule='adamw', as param_groups(model, weight_decay, rule='muon') does"
     if param.ndim < 2:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
-    if param.is_complex():
-        raise ValueError(f"parameter {name} is {param.dtype}, and Muon needs a real matrix: {where}")
     if is_dtensor(param):
         raise ValueError(f"parameter {name} is a DTensor, and Muon needs whole matrices: {where}")
+    if len(param) % group["split"]:
+        raise ValueError(f"parameter {name} has {len(param)} rows, which split={group['split']} does not divide")
 
 
 def _check_options(group: Group) -> None:
@@ -358,14 +354,16 @@ def _check_options(group: Group) -> None:
     check_number("weight_decay", group["weight_decay"])
     check_number("momentum", group["momentum"], below=1.0)
     check_flag("nesterov", group["nesterov"])
-    for name, length in (("ns_coefficients", 3), ("betas", 2)):
+    for name, length in (("ns_coefficients", 3), ("adamw_betas", 2)):
         values = group[name]
         if not isinstance(values, Sequence) or len(values) != length or not all(map(is_number, values)):
             raise ValueError(f"{name} is {values}: it must be {length} numbers")
-    for index, beta in enumerate(group["betas"]):
-        check_number(f"betas[{index}]", beta, below=1.0)
+    for index, beta in enumerate(group["adamw_betas"]):
+        check_number(f"adamw_betas[{index}]", beta, below=1.0)
     check_number("eps", group["eps"])
     check_number("adamw_eps", group["adamw_eps"])
+    if not isinstance(group["split"], int) or group["split"] < 1:
+        raise ValueError(f"split is {group['split']!r}: it must be an integer from 1 on")
     steps = group["ns_steps"]
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps}: it must be an integer from 0 to 99")

@@ -21,10 +21,15 @@ def gram_products(rows: int, columns: int, steps: int) -> int:
     return 2 * rows * rows * columns + max(4 * steps - 3, 0) * rows**3
 
 
-def takes_gram(rows: int, columns: int, steps: int, dtype: torch.dtype) -> bool:
+def takes_gram(rows: int, columns: int, steps: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gram form has fewer multiplications. In 16 bits its powers of the Gram matrix are too inexact."""
-    is_exact = dtype in (torch.float32, torch.float64)
-    return is_exact and steps > 0 and gram_products(rows, columns, steps) < direct_products(rows, columns, steps)
+    fewer = steps > 0 and gram_products(rows, columns, steps) < direct_products(rows, columns, steps)
+    return fewer and (dtype == torch.float64 or (dtype == torch.float32 and not _rounds_products(device)))
+
+
+def _rounds_products(device: torch.device) -> bool:
+    """Whether products of float32 matrices have factors in bfloat16, as the program may ask torch on a CPU."""
+    return device.type == "cpu" and torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
 
 
 def orthogonalize(
@@ -47,14 +52,23 @@ def orthogonalize(
     Returns:
         ``[batch, rows, columns]`` of ``dtype``.
     """
+    with torch.autocast(matrices.device.type, enabled=False):
+        x = matrices.to(dtype)
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+        is_gram = takes_gram(x.shape[1], x.shape[2], steps, dtype, x.device)
+        return _by_gram(x, steps, coefficients) if is_gram else _direct(x, steps, coefficients)
+
+
+def _direct(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
     a, b, c = coefficients
-    x = matrices.to(dtype)
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    if not takes_gram(x.shape[1], x.shape[2], steps, dtype):
-        for _ in range(steps):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def _by_gram(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
+    a, b, c = coefficients
     gram, total = x @ x.mT, None
     for step in range(steps):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -62,7 +76,7 @@ def orthogonalize(
         total = factor if total is None else factor @ total
         if step + 1 < steps:
             gram = factor @ (gram @ factor)
-    return total @ x
+    return x if total is None else total @ x
 
 
 def owners_of(costs: Sequence[int], num_ranks: int) -> list[int]:

@@ -10,15 +10,17 @@ and gradients keep the same weights. The shards of a DTensor have ranges of plac
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ddpcore.ops import Rule
 from ddpcore.ops.dtypes import is_narrow, wide
-from ddpcore.optim.checks import Group, State, is_rounded, is_scalar
+from ddpcore.optim.checks import Group, State, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard, local
 from ddpcore.parameters.flat import FlatParameters
 
@@ -86,28 +88,135 @@ def split_steps(optimizer: Stateful, group: Group, members: list[Tensor]) -> Non
             state[param]["step"] = own.setdefault(step, step.clone())
 
 
-def restore_bits(optimizer: Stateful, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
-    """Restore what torch's loading changes: states that it cast to the parameter's dtype, and shared step counters."""
-    steps: dict[Any, Tensor] = {}
-    group_of = {id(p): (index, group) for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for number, param in saved.items():
-        given, state = states.get(number, {}), optimizer.state.get(param, {})
-        index, group = group_of[id(param)]
-        all_wide = "master" in given or has_master(group, param)
-        rounded = optimizer.state_names(group) if is_rounded(group) else ()
-        for name, value in given.items():
-            if name == "step" or not isinstance(value, Tensor):
-                continue
-            if name in rounded or all_wide or optimizer.rule.wide_states:
-                dtype = torch.bfloat16 if name in rounded else wide(param.dtype)
-                state[name] = value.to(device=param.device, dtype=dtype, copy=True)
-        if not is_narrow(param.dtype):
-            state.pop("master", None)
-        if "step" in given:
-            key = (index, param.device, float(given["step"]))
-            if key not in steps:
-                steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
-            state["step"] = steps[key]
+class SavedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose ``state_dict`` is a copy of its state, and which copies what it loads.
+
+    States with names are loaded by name. What torch's loading changes is restored: states that it casts to the dtype
+    of the parameter, and step counters that parameters share.
+    """
+
+    _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
+
+    def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        """Raise ValueError unless a state can be loaded.
+
+        Args:
+            groups: the optimizer's groups with the options of the file.
+            saved: the parameter of each number in the file.
+            state_dict: the file.
+        """
+        raise NotImplementedError
+
+    def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
+        """The dtype of a loaded state of the parameter."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._given is not None:
+            self._restore(*self._given)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of a state, as in torch. Options that are missing in ``state_dict`` keep their value.
+
+        If the optimizer and the file have names of parameters, each state goes to the parameter of its name. States of
+        optimizers of torch with the same buffers are accepted too.
+
+        Raises:
+            ValueError: groups, names, shapes or buffers do not match, or an option is invalid. Nothing is changed then.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict := state_dict.copy())
+            state_dict = state_dict if changed is None else changed
+        own, groups = self.param_groups, list(state_dict["param_groups"])
+        saved: dict[Any, Tensor] = {}
+        if [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]:  # else torch refuses
+            groups = [
+                {**mine, **options_of(group), **order_of(index, mine, group)}
+                for index, (mine, group) in enumerate(zip(own, groups, strict=True))
+            ]
+            for mine, group in zip(own, groups, strict=True):
+                saved.update(zip(group["params"], mine["params"], strict=True))
+            self.check_loading(groups, saved, state_dict)
+        hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
+        self._given = saved, state_dict["state"]
+        try:
+            super().load_state_dict({**state_dict, "param_groups": groups})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks, self._given = hooks, None
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            result = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        result["state"] = {key: _copied(state) for key, state in result["state"].items()}
+        result["param_groups"] = [_copied(group) for group in result["param_groups"]]
+        for hook in hooks.values():
+            changed = hook(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def _restore(self, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
+        steps: dict[Any, Tensor] = {}
+        group_of = {id(p): (index, group) for index, group in enumerate(self.param_groups) for p in group["params"]}
+        for number, param in saved.items():
+            given, state = states.get(number, {}), self.state.get(param, {})
+            index, group = group_of[id(param)]
+            for name, value in given.items():
+                if name != "step" and isinstance(value, Tensor):
+                    dtype = self.state_dtype_of(group, param, name, given)
+                    state[name] = value.detach().to(device=param.device, dtype=dtype, copy=True)
+            if not is_narrow(param.dtype):
+                state.pop("master", None)
+            if "step" in given:
+                key = (index, param.device, float(given["step"]))
+                if key not in steps:
+                    steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
+                state["step"] = steps[key]
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers of torch add to the names of parameters."""
+
+
+def order_of(index: int, own: Group, loaded: Group) -> Group:
+    """``params`` and ``param_names`` of a loaded group in the order of the names of the optimizer's group.
+
+    Args:
+        index: of the group.
+        own: the group of the optimizer.
+        loaded: the group of the file, with as many parameters.
+
+    Raises:
+        ValueError: both have names, and the names differ.
+    """
+    if "param_names" not in own or "param_names" not in loaded:
+        return {"params": loaded["params"], **{key: own[key] for key in ("param_names",) if key in own}}
+    numbers = dict(zip(map(plain_name, loaded["param_names"]), loaded["params"], strict=True))
+    names = list(map(plain_name, own["param_names"]))
+    if lacking := [name for name in names if name not in numbers]:
+        others = [name for name in numbers if name not in names]
+        raise ValueError(
+            f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}: load the state of "
+            "the same model with the same groups, or rename param_names in the file"
+        )
+    return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers add to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
+    return name
 
 
 # ---- rounded states ----
@@ -173,8 +282,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients."""
+def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[Tensor, State]) -> None:
+    """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients and states."""
     if True in [grad.is_sparse for grad in grads]:
         raise RuntimeError(
             f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer for this parameter"
@@ -183,6 +292,18 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor]) 
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
     if True in [overlaps_itself(local(param)) for param in params]:
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
+    for param, grad in zip(params, grads, strict=True):
+        if grad.shape != param.shape:
+            raise RuntimeError(
+                f"{name}: a gradient has shape {tuple(grad.shape)} and its parameter {tuple(param.shape)}, whose data "
+                "was replaced: call zero_grad and compute the gradient again"
+            )
+        for key, value in states.get(param, {}).items():
+            if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
+                raise RuntimeError(
+                    f"{name}: {key} has shape {tuple(value.shape)} and its parameter {tuple(param.shape)}, whose data "
+                    "was replaced: call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
+                )
 
 
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Registry(Generic[Part]):
         self._own = dict(own)
 
     def names(self) -> tuple[str, ...]:
-        """The short names: first those of ddpcore, then those of installed packages."""
+        """The short names: first the names of ddpcore, then the names of installed packages."""
         return (*self._own, *(name for name in sorted(self._installed()) if name not in self._own))
 
     def find(self, name: str) -> Factory[Part]:
@@ -75,21 +75,17 @@ class Registry(Generic[Part]):
         """
         return {
             parameter.name: parameter.default
-            for parameter in self._parameters(name).values()
+            for parameter in self.parameters(name).values()
             if parameter.kind in _BY_KEYWORD and parameter.name not in self.reserved
         }
 
     def takes(self, name: str, parameter: str) -> bool:
         """Whether the part of this name has a parameter of this name, which may be an option or reserved."""
-        return parameter in self._parameters(name)
+        return parameter in self.parameters(name)
 
-    def parameter(self, name: str, parameter: str) -> inspect.Parameter:
-        """A parameter of the part of this name, which may be an option or reserved.
-
-        Raises:
-            KeyError: there is no such parameter.
-        """
-        return self._parameters(name)[parameter]
+    def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the part of this name, options and reserved ones."""
+        return inspect.signature(self.find(name)).parameters
 
     def hints(self, name: str) -> dict[str, Any]:
         """The types of the options whose type follows from a plain type hint or from the default."""
@@ -145,9 +141,6 @@ class Registry(Generic[Part]):
         if not isinstance(part, self.base):
             raise ValueError(f"{self.kind} {name} makes a {type(part).__name__}: it must make a {self._base_names()}")
         return part
-
-    def _parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(self.find(name)).parameters
 
     def _hints(self, name: str) -> dict[str, Any]:
         make = self.find(name)

@@ -46,6 +46,7 @@ class GradientBuckets:
     ) -> None:
         self.flat = flat
         self.paused = False
+        self.num_paused = 0  # gradients that came while paused
         self._on_message = on_message
         self._on_end = on_end
         self._pass = -1  # autograd's number of the current backward pass
@@ -75,6 +76,7 @@ class GradientBuckets:
     @torch.no_grad()
     def _hook(self, parameter: Tensor) -> None:
         if self.paused or parameter.grad is None:  # torch also calls hooks of a parameter that was frozen meanwhile
+            self.num_paused += self.paused
             return
         index, current = self.flat.index[id(parameter)], torch._C._current_graph_task_id()
         if current == self._pass and index in self._seen:
@@ -115,6 +117,7 @@ class GradientBuckets:
     def _add(self) -> None:
         """All parameters have gradients. More may follow, so they are final at the end of the pass."""
         if self.paused:
+            self.num_paused += 1
             return
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._begin(current, bool(self._rows))

@@ -331,7 +331,7 @@ class FlatParameters:
 
 
 # What sys.getrefcount says of a view that only a tuple holds.
-_UNUSED = max(map(sys.getrefcount, (torch.zeros(0),)))
+_UNUSED = max(map(sys.getrefcount, (torch.zeros(0, dtype=torch.float32, device="cpu"),)))
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ddpcore.parameters.flat import FlatParameters
@@ -46,7 +42,7 @@ class LearnerModels(nn.Module):
         self.models = nn.ModuleList(models)
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
-        self._token = torch.zeros((), requires_grad=True)
+        self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         self.vectorize = vectorize
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -78,7 +74,7 @@ class LearnerModels(nn.Module):
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
         rows = _Rows.apply(token, flat, *flat.stacks_of(flat.param_LP), *flat.parameters)
         stacks = dict(zip(self._rules.names, rows, strict=True))
-        own = [dict(model.named_buffers()) for model in self.models] if self._rules.have_buffers else [{}]
+        own = [dict(self._rules.untrained(model)) for model in self.models] if self._rules.have_untrained else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
         values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
         structure: Any = None
@@ -121,7 +117,7 @@ class LearnerModels(nn.Module):
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
         results = []
         for row, model in enumerate(self.models):
-            args, kwargs = tree_map_only(Tensor, itemgetter(row), (inputs, named_inputs))
+            args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
             results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
@@ -159,6 +155,13 @@ class LearnerModels(nn.Module):
         return min(seconds[True][1:]) < min(seconds[False][1:])
 
 
+def _row_of(tensor: Tensor, row: int) -> Tensor:
+    """The input of one learner, with a version of its own, because a first layer may change it in place."""
+    if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+        return tensor[row]
+    return tensor.data[row]
+
+
 class _Rows(torch.autograd.Function):
     """One tensor ``[L, *S]`` per segment, in the memory of the parameters. Gradients go to the parameters."""
 
@@ -184,57 +187,3 @@ class _Rows(torch.autograd.Function):
         else:  # each gradient has its own version counter
             own = [[None if grad is None else grad[row].data for row in range(rows)] for grad in grads]
         return *none, *(segment[row] for row in range(rows) for segment in own)
-
-
-def copies_of(model: nn.Module, num: int) -> list[nn.Module]:
-    """The model, and copies of it for the other learners. They share its frozen parameters.
-
-    Raises:
-        ValueError: Python cannot copy the model.
-    """
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    try:
-        return [model, *(copy_of(model, keep=frozen) for _ in range(1, num))]
-    except Exception as error:
-        raise ValueError(
-            f"every virtual learner gets a copy of the model, and copy.deepcopy fails with {type(error).__name__}: "
-            f"{error}: give the model a __deepcopy__, or run real ranks"
-        ) from error
-
-
-def copy_of(model: nn.Module, keep: Sequence[Tensor] = ()) -> nn.Module:
-    """A deep copy of a model that may keep activations, which torch cannot copy: they are copied without their graph.
-
-    An activation of a finished vmap cannot be read, and becomes an empty tensor. Tensors of ``keep`` are not copied.
-    """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in keep}  # objects that deepcopy regards as copied
-    for module in model.modules():
-        for tensor in _tensors_in(vars(module)):
-            if torch._C._functorch.is_batchedtensor(tensor):
-                memo[id(tensor)] = torch.empty(0)
-            elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
-                memo[id(tensor)] = tensor.data.clone()
-    with torch.no_grad():  # else parameters of torch.jit layers would be results of a graph
-        copied = copy.deepcopy(model, memo)
-    for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
-        own.requires_grad_(parameter.requires_grad)
-    for module in copied.modules():
-        if is_parametrized(module):
-            _give_own_class(module)
-    return copied
-
-
-def _give_own_class(module: nn.Module) -> None:
-    """Give a copied module a class of its own, because torch keeps parametrizations and their cache in the class."""
-    module.__class__ = type(module).__bases__[0]
-    parametrize._inject_new_class(module)
-    for name in cast(nn.ModuleDict, module.parametrizations):
-        parametrize._inject_property(module, name)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -19,6 +19,7 @@ _PLAIN = {
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax),
 }
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _VALUES = (bool, int, float, str, torch.Size)
 _own_members = itemgetter("_modules", "_parameters")  # of the attributes of a module
 _values_of = methodcaller("values")
@@ -39,7 +40,8 @@ class VmapRules:
         self._facts: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
         self._num_hooks = -1  # number of others' hooks at the last search for hooks
-        self._alike = self._hooked = self._plain = False
+        self._alike = self._hooked = self._plain = self._have_frozen = False
+        self._loose: list[tuple[nn.Module, nn.Module, str]] = []  # attributes that must be compared for each pass
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
 
     @property
@@ -48,9 +50,14 @@ class VmapRules:
         return [self._names[id(parameter)] for parameter in self._flat.parameters[: len(self._flat.segments)]]
 
     @property
-    def have_buffers(self) -> bool:
-        """Whether a model has a buffer."""
-        return any(map(itemgetter("_buffers"), map(vars, self._modules)))
+    def have_untrained(self) -> bool:
+        """Whether a model has buffers or frozen parameters."""
+        return self._have_frozen or any(map(itemgetter("_buffers"), map(vars, self._modules)))
+
+    def untrained(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The buffers and frozen parameters of a model. Each learner may write its own."""
+        yield from model.named_buffers()
+        yield from ((name, p) for name, p in model.named_parameters() if id(p) not in self._flat.index)
 
     def allow(self, *, plain_only: bool) -> bool:
         """Whether all models compute alike, with the rows as parameters and without hooks and parametrizations.
@@ -66,7 +73,12 @@ class VmapRules:
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
             return False  # the program has set parameter.data for this pass
-        return self._plain or not plain_only
+        return self._plain or (not plain_only and all(_same(*pair) for pair in self._loose_values()))
+
+    def _loose_values(self) -> Iterator[tuple[Any, Any]]:
+        """Values of attributes, such as lists and tensors, of the first learner and of another."""
+        for first, other, name in self._loose:
+            yield vars(first).get(name), vars(other).get(name)
 
     def _is_known(self) -> bool:
         """Whether nothing has changed. It runs before each forward pass, so it has no loop in Python over modules."""
@@ -99,17 +111,20 @@ class VmapRules:
         self._plain = (
             self._alike and all(map(_vectorizes, first)) and all(map(_has_equal, first * len(modules), self._modules))
         )
+        pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
+        self._loose = [(one, other, name) for one, other in pairs for name in _public(one) if one is not other]
+        self._loose = [loose for loose in self._loose if not _decides(*(vars(m)[loose[2]] for m in loose[:2]))]
         self._getters = [itemgetter("training", *_public(module)) for module in first] if self._alike else []
         self._facts = self._read_facts(attributes)
 
     def _have_rows(self) -> bool:
-        """Whether each model's parameters are its row, with learner 0's names, and all share the frozen ones."""
+        """Whether each model's trained parameters are its row, and all parameters have learner 0's names."""
         num, places = len(self._flat.segments), []
         for row, model in enumerate(self._models):
-            named = dict(model.named_parameters())
-            index = {name: self._flat.index.get(id(parameter)) for name, parameter in named.items()}
-            places.append({name: id(named[name]) if at is None else at - row * num for name, at in index.items()})
-        inside = sorted(at for at in places[0].values() if at < num)
+            index = {name: self._flat.index.get(id(parameter)) for name, parameter in model.named_parameters()}
+            places.append({name: None if at is None else at - row * num for name, at in index.items()})
+        inside = sorted(at for at in places[0].values() if at is not None)
+        self._have_frozen = len(inside) < len(places[0])
         return inside == list(range(num)) and all(own == places[0] for own in places)
 
 
@@ -127,8 +142,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _public(module: nn.Module) -> list[str]:
-    """The names of a module's attributes by which its ``forward`` may compute."""
-    return [name for name in vars(module) if not name.startswith("_")]
+    """The names of a module's attributes by which its ``forward`` may compute: those that not every module has."""
+    return [name for name in vars(module) if name not in _OF_EVERY_MODULE]
 
 
 def _computes_alike(first: nn.Module, other: nn.Module) -> bool:
@@ -150,6 +165,21 @@ def _decides(*values: Any) -> bool:
 
 def _is_equal_value(one: Any, other: Any) -> bool:
     return isinstance(one, _VALUES) and type(one) is type(other) and bool(one == other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values, each of another learner, are known to be equal."""
+    if one is other or _is_equal_value(one, other):
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return False
 
 
 def _has_equal(first: nn.Module, other: nn.Module) -> bool:

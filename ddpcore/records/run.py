@@ -13,7 +13,9 @@ from ddpcore.storage.limits import shown
 RECORD = "record.jsonl"
 STEPS = "steps"  # a folder with the recorded steps of each rank
 MODEL = "model.safetensors"  # the averaged model at the end
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = "checkpoints"  # a folder, see ddpcore.records.checkpoint
+ADDRESS = "join.json"  # while a run lasts that new ranks can join
+TENSORBOARD = "tensorboard"  # a folder
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
 KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
 
@@ -36,7 +38,7 @@ class RunRecord:
             also split, and loss, accuracy, precision, recall, f1 and specificity on that split, the last five from 0
             to 1.
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
-            :class:`ddpcore.diagnostics.NoiseRecord`, without those of single parameters.
+            :class:`ddpcore.diagnostics.NoiseRecord`, without the values of single parameters.
         members: ``kind`` "members", one line each time that a rank died or joined: the values of ``handle.changes``,
             step (of the check that wrote the line) and text.
         hessian: ``kind`` "hessian", one line every ``hessian_every`` steps: the values of
@@ -108,6 +110,6 @@ def step_file(rank: int | str) -> str:
 
 
 def rank_of(step_file: Path) -> int | None:
-    """The rank of a file with recorded steps; None if its name is that of another file."""
+    """The rank of a file with recorded steps; None if it has the name of another file."""
     number = step_file.stem.removeprefix("rank-")
     return int(number) if number.isascii() and number.isdigit() else None

@@ -25,6 +25,7 @@ from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import SURFACE_BYTES, plain, read_file, shown
 
 Array = npt.NDArray[np.float64]
+SUFFIX = ".h5"  # of the file
 METRICS = ("train_loss", "train_acc", "max_eig", "min_eig")
 _COORDINATES = ("xcoordinates", "ycoordinates")
 _MISSING = -1.0  # a point that the loss-landscape project has not computed

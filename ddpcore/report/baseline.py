@@ -108,7 +108,7 @@ def _of_studies(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Measure]:
 
 
 def _of_runs(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> dict[str, Measure]:
-    """Runs that differ in their seed alone are one group. ``configs`` are those of both sides."""
+    """Runs that differ in their seed alone are one group. ``configs`` has the configs of both sides."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(_name_of(_config(run), configs), []).append(run)

@@ -19,7 +19,7 @@ _METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
 
 
 def curvature_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
-    """The Hessian along the runs, and their landscapes: those of one plane and metric have one scale of colours."""
+    """The Hessian along the runs, and their landscapes, with one scale of colours for each plane and metric."""
     return [_hessian(runs, names), _landscapes(runs, names)]
 
 

@@ -43,15 +43,14 @@ def check_report() -> None:
         raise ValueError("the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'")
 
 
-def page_of(sources: Sources, baseline: Sources | None = None, *, refresh: float | None = None) -> str:
+def page_of(sources: Sources, *, refresh: float | None = None) -> str:
     """The page as text.
 
     Args:
         sources: what to show.
-        baseline: what to compare with.
         refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
     """
-    return page_with(sections_of(sources, baseline), refresh=refresh)
+    return page_with(sections_of(sources), refresh=refresh)
 
 
 def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> str:
@@ -86,7 +85,7 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
     sections += _guarded(lambda: curvature_sections(sources.runs, names), "the curvature of the runs")
     for run, name in zip(sources.runs, names, strict=True):
         what = f"the recorded steps of {name}"
-        sections += _guarded(lambda one=run, name=name: timeline_sections([one], [name]), what)  # type: ignore[misc]
+        sections += _guarded(lambda one=run, name=name: timeline_sections(one, name), what)  # type: ignore[misc]
     for comparison in comparisons:
         sections += _guarded(lambda one=comparison: [study_section(one)], comparison["study"])  # type: ignore[misc]
     for bench in sources.benches:

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ddpcore.experiments.folder import MANIFEST, RESULTS
 from ddpcore.records.run import LANDSCAPES, RECORD, STEPS, RunRecord, has_step, rank_of, step_file
-from ddpcore.records.surface import Surface, read_surface
+from ddpcore.records.study import MANIFEST, RESULTS
+from ddpcore.records.surface import SUFFIX, Surface, read_surface
 from ddpcore.storage.json_lines import read_json, read_lines
 from ddpcore.storage.limits import plain, shown
 
@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
 def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
     """Those that ``ddpcore.experiments landscape`` wrote into a run, by the name of the file."""
     found = {}
-    for path in _files(folder, "*.h5", "landscapes", problems):
+    for path in _files(folder, f"*{SUFFIX}", "landscapes", problems):
         try:
             found[plain(path.stem)] = read_surface(path)
         except (ValueError, OSError) as error:

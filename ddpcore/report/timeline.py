@@ -21,11 +21,6 @@ _PARTS = {
 }
 
 
-def timeline_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
-    """A section for each run that recorded its steps."""
-    return [_section(run, name) for run, name in zip(runs, names, strict=True) if timed_steps(run)]
-
-
 def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
     """By rank, then by step: the recorded lines that have times."""
     found = {
@@ -35,8 +30,11 @@ def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
     return {rank: lines for rank, lines in found.items() if lines}
 
 
-def _section(run: Run, name: str) -> Section:
+def timeline_sections(run: Run, name: str) -> list[Section]:
+    """The section of a run; none if it has not recorded its steps."""
     found = timed_steps(run)
+    if not found:
+        return []
     steps = sorted(set.intersection(*(set(lines) for lines in found.values())))
     ranks = list(found)
     headings = ["rank", *(f"{title}, ms" for title in _PARTS.values())]
@@ -50,7 +48,8 @@ def _section(run: Run, name: str) -> Section:
         _heat(found, steps, "exposed", "Exposed averaging of each rank at each step"),
         _heat(found, steps, "compute", "Compute of each rank at each step"),
     ]
-    return Section(title=f"Who waits for whom: {name}", lines=lines, tables=tables, charts=charts if steps else [])
+    title = f"Who waits for whom: {name}"
+    return [Section(title=title, lines=lines, tables=tables, charts=charts if steps else [])]
 
 
 def _mean(lines: Mapping[int, dict[str, Any]], steps: Sequence[int], key: str) -> str:

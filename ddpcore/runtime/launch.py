@@ -191,7 +191,7 @@ def _start(job: _Job, world_size: int, on_failure: str, forks: bool) -> None:
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    # The path of a server's socket must be short. It imports torch alone: its sys.path is not that of this process.
+    # The path of a server's socket must be short. It imports torch alone: its sys.path is not this process's.
     forks = forks and not torch.cuda.device_count() and len(tempfile.gettempdir()) <= 70
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     context.set_forkserver_preload(["torch._dynamo"])
@@ -260,7 +260,7 @@ def _end_after(wait_for: Callable[[], None], words: bytes = b"") -> None:
 def end_with_torchrun() -> None:
     """End this process soon after torchrun's agent, which started it, has died, even by SIGKILL.
 
-    Without this, the ranks of the dead agent would train on beside those of the next one. Does nothing in a process
+    Without this, the ranks of the dead agent would train on beside the ranks of the next one. Does nothing in a process
     that torchrun did not start.
 
     Raises:

@@ -27,8 +27,8 @@ def seconds_of(function: Function, num_calls: int, device: str, *, pause: float 
         function: is called.
         num_calls: number of calls in this sample.
         device: ``cpu`` or ``cuda``.
-        pause: approximate seconds for which a GPU is kept busy while the host launches the calls. Then the time is that
-            of the GPU's work, not of the launches.
+        pause: approximate seconds for which a GPU is kept busy while the host launches the calls. Then the time is
+            the GPU's work, without the launches.
     """
     if device == "cuda":
         if pause:

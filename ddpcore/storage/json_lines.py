@@ -197,7 +197,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Files without a checksum, such as those of older versions, are read too.
+    """The value of a JSON file. Files without a checksum, such as files of older versions, are read too.
 
     Raises:
         ValueError: it is no JSON, or does not match its checksum. The message does not name the file.

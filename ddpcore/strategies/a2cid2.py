@@ -1,14 +1,8 @@
 """A2CiD2: averages of pairs with momentum (Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289).
 
-It gives the weights x_i of a learner a double y_i, which begins as a copy. A meeting of two learners moves the weights
-and the double. Between meetings the two move towards each other:
-
-- between events, during time t, ``x_i, y_i <- x_i + d (y_i - x_i), y_i + d (x_i - y_i)``, ``d = (1 - e^(-2 eta t))/2``;
-- learners i and j meet: ``y_i <- y_i + alpha (x_j - x_i)``, ``x_i <- (x_i + x_j) / 2``, and the same for j;
-- a step of the optimizer is added to both.
-
-The sum of all x_i and y_i moves by the steps alone. With ``R_ij`` meetings of i and j in a unit of time and the
-Laplacian ``L = diag(sum_j R_ij) - R``, of second-smallest eigenvalue lambda_2 and pseudo-inverse L+,
+:class:`ddpcore.ADPSGD` has the equations: w_i are the weights x_i of a learner, and y_i their double. With ``R_ij``
+meetings of i and j in a unit of time and the Laplacian ``L = diag(sum_j R_ij) - R``, of second-smallest eigenvalue
+lambda_2 and pseudo-inverse L+,
 
     ``chi_1 = 1 / lambda_2``, ``chi_2 = max over edges of (e_i - e_j)^T L+ (e_i - e_j) / 2``,
     ``eta = 1 / (2 sqrt(chi_1 chi_2))``, ``alpha = sqrt(chi_1 / chi_2) / 2``.

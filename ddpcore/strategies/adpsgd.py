@@ -12,10 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Job, LiveWeights
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration, acceleration_of
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
@@ -116,8 +115,7 @@ class ADPSGD(Strategy):
         eta: float | None = None,
         alpha: float | None = None,
     ) -> None:
-        check_topology(self.name, topology)
-        self.topology = Complete() if topology is None else topology
+        self.topology = topology_of(self.name, topology, Complete)
         self.speeds: tuple[float, ...] | None = typed("adpsgd: speeds", speeds, tuple[float, ...] | None)
         self.seed = typed("adpsgd: seed", seed, int)
         self.accelerated = typed("adpsgd: accelerated", accelerated, bool)
@@ -148,6 +146,7 @@ class ADPSGD(Strategy):
         of_ranks = self.speeds is None
         return Traits(
             takes_closure=False,  # the gradient must be the one at v
+            acts_in_forward=True,
             waits=False,
             transports=("virtual", "shm", "pg") if of_ranks else ("virtual",),
             transports_because="" if of_ranks else "speeds is for virtual learners, and ranks are as fast as they are",
@@ -157,13 +156,12 @@ class ADPSGD(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "adpsgd: averages in pairs are too inexact in 16 bits: keep parameters in float32, use autocast"
-            )
+        check_mixable(self.name, dtype, "averages in pairs are")
         if self.speeds is not None and len(self.speeds) != num_learners:
-            raise ValueError(f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners")
+            raise ValueError(
+                f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners: give "
+                f"{num_learners} numbers"
+            )
         self.topology.validate(num_learners)
         self._acceleration = self.acceleration(num_learners)
 

@@ -28,7 +28,7 @@ def outer_of(name: str, wanted: MakeOptimizer | Mapping[str, Any] | None) -> Mak
         raise ValueError(f"{name}: outer is {wanted!r}: it must be a mapping, settings of an SGD")
     make: MakeOptimizer = partial(torch.optim.SGD, **wanted)
     try:
-        make([torch.zeros(1)])
+        make([torch.zeros(1, dtype=torch.float32, device="cpu")])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: outer: {error}") from error
     return make

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
-from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import ON_NONFINITE, Learner
 from ddpcore.topology.base import Topology
@@ -35,8 +35,10 @@ class Traits:
         stays_identical: all learners hold the same weights after every step.
         group: so many consecutive learners average their gradients in every step; 1: there are no groups.
         takes_closure: ``step(closure)`` may compute the gradient inside the step.
+        acts_in_forward: ``before_forward`` changes something, so each step needs a forward pass that the hook sees.
         fixed_layout: the parameters keep their order in the flat buffer, instead of the order of their gradients.
         waits: learners meet in each step that averages, so policies can average there, too.
+        overlaps: weights are sent while the gradient is computed, so their exchange may cost no time.
         transports: values of ``Communicator.transport`` over which several learners may run. ``mixed`` needs ``shm``
             and ``pg``, of which it consists. Without ``virtual`` the strategy needs real ranks.
         transports_because: why an option leaves these transports only, as a clause with what to do.
@@ -50,8 +52,10 @@ class Traits:
     stays_identical: bool = False
     group: int = 1
     takes_closure: bool = True
+    acts_in_forward: bool = False
     fixed_layout: bool = False
     waits: bool = True
+    overlaps: bool = False
     transports: tuple[str, ...] = ("virtual", "shm", "ipc", "pg", "grid", "link")
     transports_because: str = ""
     most_learners: int | None = None
@@ -82,6 +86,11 @@ class Plan:
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged, of all learners or of each group."""
         return self.gradients != 1
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether weights are averaged, of all learners or with neighbours."""
+        return self.weights and not self.covers_all_learners
 
     @property
     def covers_all_learners(self) -> bool:
@@ -200,17 +209,25 @@ def check_deaths(strategy: Strategy | Baseline) -> None:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
 
 
-def check_mixable(name: str, dtype: torch.dtype) -> None:
+def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str = "use autocast") -> None:
     """Check that the kernels which mix weights, or add noise to them, support the dtype of the parameters.
 
+    Args:
+        name: of the strategy, with which the message begins.
+        dtype: of the parameters.
+        inexact: what is too inexact in 16 bits, with its verb; empty if nothing is.
+        remedy: in 16 bits, beside float32.
+
     Raises:
-        ValueError: they do not. The message begins with ``name``, that of the strategy.
+        ValueError: they do not, or 16 bits are too few.
     """
     if dtype not in KERNEL_DTYPES:
         raise ValueError(
             f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}: call model.float(), or "
             "take ssgd or local_sgd"
         )
+    if inexact and is_narrow(dtype):
+        raise ValueError(f"{name}: {inexact} too inexact in 16 bits: keep parameters in float32, {remedy}")
 
 
 def check_topology(name: str, topology: object) -> None:
@@ -221,6 +238,12 @@ def check_topology(name: str, topology: object) -> None:
     """
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+
+def topology_of(name: str, topology: Topology | None, default: Callable[[], Topology]) -> Topology:
+    """The topology, or the default for None. Raises ValueError as :func:`check_topology` does."""
+    check_topology(name, topology)
+    return default() if topology is None else topology
 
 
 def warn_of_growth(name: str, momentum: float, num_learners: int, topology: Topology) -> None:
@@ -280,6 +303,7 @@ class Baseline(ABC):
 
     name: ClassVar[str]
     traits: ClassVar[Traits]
+    topology: ClassVar[Topology | None] = None
 
     @abstractmethod
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:

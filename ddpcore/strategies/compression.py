@@ -1,4 +1,4 @@
-"""Compression of the weights that learners exchange: codecs, and the rows that neighbours decode.
+"""Compression of messages: codecs, and what sender and receivers keep of what a codec loses.
 
 Shapes: L learners held by this process, P elements of a row, X bytes of an encoded row.
 """
@@ -31,9 +31,9 @@ class Codec(ABC):
     consensus_step: float = 1.0
 
     @property
-    @abstractmethod
     def differences(self) -> bool:
         """Whether a message holds the change since the last message, which requires that neighbours never change."""
+        return True
 
     @abstractmethod
     def encode(self, rows_LP: Tensor) -> Tensor:
@@ -93,11 +93,9 @@ class Int8(RoundingCodec):
 
     @override
     def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
-        num_learners, numel = bytes_LX.shape[0], like_LP.shape[1]
-        integers = bytes_LX[:, :numel].view(torch.int8).float()
-        scales = _floats(bytes_LX[:, numel:])
-        padded = pad(integers, (0, -numel % self.block)).view(num_learners, -1, self.block)
-        return (padded * scales.unsqueeze(2)).view(num_learners, -1)[:, :numel].to(like_LP.dtype)
+        numel = like_LP.shape[1]
+        integers = pad(bytes_LX[:, :numel].view(torch.int8).float(), (0, -numel % self.block))
+        return _unscaled(integers, bytes_LX[:, numel:], like_LP)
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,11 @@ class Int4(RoundingCodec):
 
     @override
     def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
-        num_learners, numel = bytes_LX.shape[0], like_LP.shape[1]
+        numel = like_LP.shape[1]
         num_pairs = (numel + -numel % self.block) // 2
         pairs = bytes_LX[:, :num_pairs]
-        scales = _floats(bytes_LX[:, num_pairs:])
-        integers = torch.stack((pairs // 16, pairs % 16), dim=2).float().sub_(8).view(num_learners, -1, self.block)
-        return (integers * scales.unsqueeze(2)).view(num_learners, -1)[:, :numel].to(like_LP.dtype)
+        integers = torch.stack((pairs // 16, pairs % 16), dim=2).float().sub_(8)
+        return _unscaled(integers, bytes_LX[:, num_pairs:], like_LP)
 
 
 @dataclass(frozen=True)
@@ -146,11 +143,6 @@ class TopK(Codec):
             object.__setattr__(self, "consensus_step", self.ratio)
         check_range("TopK: ratio", self.ratio, above=0, most=1)
         check_range("TopK: consensus_step", self.consensus_step, above=0, most=1)
-
-    @property
-    @override
-    def differences(self) -> bool:
-        return True
 
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
@@ -192,11 +184,6 @@ class SparseTopK(Codec):
         if self.kept % 4:
             raise ValueError(f"SparseTopK: kept is {self.kept}: it must be a multiple of 4")
 
-    @property
-    @override
-    def differences(self) -> bool:
-        return True
-
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
         num_learners, numel = rows_LP.shape
@@ -232,6 +219,13 @@ def _scaled(rows_LP: Tensor, block: int, largest: int) -> tuple[Tensor, Tensor]:
     blocks = pad(rows_LP.float(), (0, -rows_LP.shape[1] % block)).view(len(rows_LP), -1, block)
     scales = blocks.abs().amax(dim=2).div_(largest)
     return (blocks / scales.where(scales > 0, 1.0).unsqueeze(2)).round_().clamp_(-largest, largest), scales
+
+
+def _unscaled(integers: Tensor, scales_LX: Tensor, like_LP: Tensor) -> Tensor:
+    """Whole numbers times the scales of their blocks, which follow as bytes, as the rows ``[L, P]``."""
+    scales = _floats(scales_LX)
+    blocks = integers.view(*scales.shape, -1) * scales.unsqueeze(2)
+    return blocks.view(len(blocks), -1)[:, : like_LP.shape[1]].to(like_LP.dtype)
 
 
 def _floats(bytes_LX: Tensor) -> Tensor:
@@ -319,3 +313,32 @@ class Published:
         """Load the result of :meth:`state_dict`."""
         self.rows_LP = None if state["rows"] is None else state["rows"].clone()
         self._neighbors = {int(neighbor): row.clone() for neighbor, row in state["neighbors"].items()}
+
+
+class ErrorFeedback:
+    """``e_j <- beta e_j + d_j``; the message is ``C(e_j)``; ``e_j <- e_j - C(e_j)`` (SparseLoCo, 2508.15706).
+
+    Args:
+        codec: C.
+        decay: beta, from 0, which forgets what was lost, to 1.
+    """
+
+    def __init__(self, codec: Codec, decay: float) -> None:
+        self.codec, self.decay = codec, decay
+        self._errors: dict[int, Tensor] = {}  # [L, X] of each part
+
+    def encode(self, changes_LX: Tensor, part: int) -> Tensor:
+        """The messages for the changes d of a part, uint8 ``[L, Y]``."""
+        before = self._errors.get(part)
+        wanted_LX = changes_LX.clone() if before is None else changes_LX + self.decay * before
+        message = self.codec.encode(wanted_LX)
+        self._errors[part] = wanted_LX.sub_(self.codec.decode(message, wanted_LX))
+        return message
+
+    def state_dict(self) -> dict[int, Any]:
+        """Return the errors by part."""
+        return dict(self._errors)
+
+    def load_state_dict(self, state: dict[int, Any]) -> None:
+        """Load the result of :meth:`state_dict`."""
+        self._errors = {int(part): error.clone() for part, error in state.items()}

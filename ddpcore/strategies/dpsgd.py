@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,10 +14,9 @@ from typing_extensions import override
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
-from ddpcore.options.typed import check_choice
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.options.typed import check_choice, check_keys, check_range, typed
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
-from ddpcore.strategies.consensus import AdaptiveConsensus, consensus_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import check_stale
@@ -26,6 +25,54 @@ from ddpcore.topology.wrapped import Damped
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 """Values of ``DPSGD(order=)``; the first is the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConsensus:
+    r"""The share c_t of an average in DSGD-AC (2602.02899), which falls with the learning rate a_t.
+
+    ``c_t = (1 - least) (a_t / a_s)^power + least`` from step s = ``start`` on, and 1 before. ``w <- W w`` becomes
+    ``w <- (1 - c_t) w + c_t W w``, so learners stay further apart at a small rate than with DPSGD. It is 1 where the
+    rate is above a_s. The rate is that of the first parameter group when the exchange starts.
+
+    It rests on the code of the paper's author (github WangZesen/decent-sam-grc); the paper was not read. The defaults
+    are those of that code, except its ``start``, the end of the warm-up.
+
+    Args:
+        power: p, not negative; 0 is DPSGD.
+        least: c at rate 0, from 0 to 1.
+        start: s, in steps. The rate must be above 0 there.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    power: float = 3.0
+    least: float = 0.0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("consensus: power", typed("consensus: power", self.power, float), least=0)
+        check_range("consensus: least", typed("consensus: least", self.least, float), least=0, most=1)
+        check_range("consensus: start", typed("consensus: start", self.start, int), least=0)
+
+    def share(self, ratio: float) -> float:
+        """c_t for ``a_t / a_s``."""
+        return min(1.0, (1 - self.least) * float(ratio**self.power) + self.least)
+
+
+def consensus_of(wanted: AdaptiveConsensus | Mapping[str, Any] | None) -> AdaptiveConsensus | None:
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``.
+
+    Raises:
+        ValueError: it has no such setting, or a value is wrong.
+    """
+    if wanted is None or isinstance(wanted, AdaptiveConsensus):
+        return wanted
+    if not isinstance(wanted, Mapping):
+        raise ValueError(f"dpsgd: consensus is {wanted!r}: it must be a mapping, settings of an AdaptiveConsensus")
+    check_keys("dpsgd: consensus", wanted, (item.name for item in fields(AdaptiveConsensus)))
+    return AdaptiveConsensus(**wanted)
 
 
 @dataclass(frozen=True)
@@ -115,7 +162,6 @@ class DPSGD(Strategy):
         consensus: AdaptiveConsensus | Mapping[str, Any] | None = None,
     ) -> None:
         compression, consensus = codec_of(compression), consensus_of(consensus)
-        check_topology(self.name, topology)
         check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
             raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
@@ -125,7 +171,7 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
         if staleness and consensus is not None:
             raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self.order = order
         self.staleness = staleness
         self.compression = compression
@@ -154,6 +200,7 @@ class DPSGD(Strategy):
             )
         return Traits(
             takes_closure=False,  # the gradient must be computed before the average
+            overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None,  # these need own weights
             no_deaths=no_deaths,
         )
@@ -294,11 +341,11 @@ class DPSGD(Strategy):
         for pending in self._under_way:
             pending.exchange.abandon()
         self._under_way, self._begun = [], False
-        self._reference_lr = state.get("reference_lr")  # older states have none
+        self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
-            self._quarantined = set(state.get("quarantined") or ())  # older states have none
+            self._quarantined = set(state["quarantined"] or ())
         self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
-        for sent, published in state["stale"][: self.staleness]:  # version 0.1.0 could save one more
+        for sent, published in state["stale"]:
             rows = sent.clone()
             exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
             self._under_way.append(_Pending(exchange, rows, published.clone()))

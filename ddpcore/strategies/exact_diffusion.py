@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import typed
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Ring
@@ -53,11 +52,14 @@ class ExactDiffusion(Strategy):
     """
 
     name: ClassVar[str] = "exact_diffusion"
+    traits: ClassVar[Traits] = Traits(
+        no_deaths="the corrections of a learner that dies are missing in the sum over learners, so the others would "
+        "rest elsewhere: take on_failure='raise', or dpsgd"
+    )
     topology: Topology
 
     def __init__(self, topology: Topology | None = None, *, lazy: bool = True) -> None:
-        check_topology(self.name, topology)
-        self.topology = Ring() if topology is None else topology
+        self.topology = topology_of(self.name, topology, Ring)
         self.lazy = typed("exact_diffusion: lazy", lazy, bool)
         self._mixing = Damped(self.topology, 0.5) if self.lazy else self.topology  # V
         self._correction_LP: Tensor | None = None  # c
@@ -67,12 +69,7 @@ class ExactDiffusion(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "exact_diffusion: differences of weights are too inexact in 16 bits: keep parameters in float32, use "
-                "autocast"
-            )
+        check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
         if self.topology.period(num_learners) != 1:
             raise ValueError(
@@ -91,14 +88,6 @@ class ExactDiffusion(Strategy):
                 f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
                 f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
             )
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(
-            no_deaths="the corrections of a learner that dies are missing in the sum over learners, so "
-            "the others would rest elsewhere: take on_failure='raise', or dpsgd",
-        )
 
     @override
     def after_step(self, learner: Learner) -> None:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, check_topology, warn_of_growth
+from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -51,6 +50,10 @@ class GASLoC(Strategy):
     """
 
     name: ClassVar[str] = "gasloc"
+    traits: ClassVar[Traits] = Traits(
+        no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
+        "on_failure='raise', or dpsgd"
+    )
     topology: Topology
 
     def __init__(
@@ -61,11 +64,10 @@ class GASLoC(Strategy):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
     ) -> None:
-        check_topology(self.name, topology)
         check_range("gasloc: period", period, least=1)
         check_range("gasloc: outer_lr", outer_lr, above=0)
         check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
         self._rounds = Slowed(self.topology, period)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
@@ -73,11 +75,7 @@ class GASLoC(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "gasloc: differences of weights are too inexact in 16 bits: keep parameters in float32, use autocast"
-            )
+        check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
         if self.differences_grow(num_learners):
             warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
@@ -110,14 +108,6 @@ class GASLoC(Strategy):
         learner.comm.mix_(weights_LP, self._rounds, learner.step - 1)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(
-            no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
-            "on_failure='raise', or dpsgd"
-        )
 
     @override
     def plan(self, step: int) -> Plan:

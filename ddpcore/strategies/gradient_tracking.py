@@ -9,8 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Exchange
-from ddpcore.ops.dtypes import is_narrow
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_CHECKED
@@ -41,11 +40,16 @@ class GradientTracking(Strategy):
     """
 
     name: ClassVar[str] = "gradient_tracking"
+    traits: ClassVar[Traits] = Traits(
+        takes_closure=False,  # the gradient must be there before the step
+        overlaps=True,
+        no_deaths="the tracked gradients of a learner that dies are missing in the sum over learners, so "
+        "the others would rest elsewhere: take on_failure='raise', or dpsgd",
+    )
     topology: Topology
 
     def __init__(self, topology: Topology | None = None) -> None:
-        check_topology(self.name, topology)
-        self.topology = RandomPair() if topology is None else topology
+        self.topology = topology_of(self.name, topology, RandomPair)
         self._message_LX: Tensor | None = None  # w(t) and q, [L, 2 P]
         self._gradient_LP: Tensor | None = None  # g(t-1)
         self._exchange: Exchange | None = None
@@ -55,12 +59,7 @@ class GradientTracking(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                "gradient_tracking: sums of gradients are too inexact in 16 bits: keep parameters in float32, use "
-                "autocast"
-            )
+        check_mixable(self.name, dtype, "sums of gradients are")
         self.topology.validate(num_learners)
         period = self.topology.period(num_learners)
         if period is not None and num_learners <= MOST_CHECKED and self.topology.spectral_gap(num_learners) <= 1e-9:
@@ -68,15 +67,6 @@ class GradientTracking(Strategy):
                 f"gradient_tracking: averages over {self.topology!r} never bring {num_learners} learners together "
                 "(spectral gap 0): give each learner a part of its own weights"
             )
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(
-            takes_closure=False,  # the gradient must be there before the step
-            no_deaths="the tracked gradients of a learner that dies are missing in the sum over learners, so "
-            "the others would rest elsewhere: take on_failure='raise', or dpsgd",
-        )
 
     @override
     def before_forward(self, learner: Learner) -> None:

@@ -99,11 +99,6 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which no number can be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 class Watch(Protocol):
     """The checks of weights that are sent: ``ddpcore.distributed.watch.LoopWatch``."""
 

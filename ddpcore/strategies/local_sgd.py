@@ -13,12 +13,10 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable, check_topology
-from ddpcore.strategies.compression import CodecLike, codec_of
-from ddpcore.strategies.feedback import ErrorFeedback
+from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
@@ -142,7 +140,8 @@ class LocalSGD(SSGD):
         self.switch_step = switch_step
         self.outer = outer
         # All ranks must have the same: of a function only the name could be compared.
-        self.outer_options = None if outer is None else describe(outer([torch.zeros(1, requires_grad=True)]))
+        probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
+        self.outer_options = None if outer is None else describe(outer([probe]))
         self.topology = topology
         self.fragments = fragments
         self.overlap = overlap
@@ -200,15 +199,9 @@ class LocalSGD(SSGD):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        if self.topology is None:
-            return
-        check_mixable(self.name, dtype)
-        if is_narrow(dtype):
-            raise ValueError(
-                f"{self.name}: averages with neighbours are too inexact in 16 bits: keep parameters in float32, use "
-                "autocast, or leave topology out"
-            )
-        self.topology.validate(num_learners)
+        if self.topology is not None:
+            check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
+            self.topology.validate(num_learners)
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
@@ -315,7 +308,6 @@ class LocalSGD(SSGD):
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-        averages = state.get("averages", {})  # version 0.1.0 had none
-        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in averages.items()}
+        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])

@@ -55,8 +55,13 @@ class NoisySSGD(SSGD):
     @property
     @override
     def traits(self) -> Traits:
-        # The noise of an element depends on its position in the buffer.
-        return Traits(averages_gradients=True, stays_identical=True, takes_closure=False, fixed_layout=True)
+        return Traits(
+            averages_gradients=True,
+            stays_identical=True,
+            takes_closure=False,
+            acts_in_forward=self.where == "per_learner",
+            fixed_layout=True,  # the noise of an element depends on its position in the buffer
+        )
 
     @override
     def plan(self, step: int) -> Plan:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
@@ -30,6 +29,8 @@ class PushSum(Strategy):
     """
 
     name: ClassVar[str] = "push_sum"
+    # The gradient must be the one at the de-biased weights.
+    traits: ClassVar[Traits] = Traits(takes_closure=False, no_mean="push_sum does not train the mean of its weights")
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
@@ -42,19 +43,11 @@ class PushSum(Strategy):
     def __repr__(self) -> str:
         return f"PushSum({self.topology!r})"
 
-    @property
-    @override
-    def traits(self) -> Traits:
-        # The gradient must be the one at the de-biased weights.
-        return Traits(takes_closure=False, no_mean="push_sum does not train the mean of its weights")
-
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
+        check_mixable(self.name, dtype, "quotients are")
         self.topology.validate(num_learners, push_sum=True)
-        if is_narrow(dtype):
-            raise ValueError("push_sum: quotients are too inexact in 16 bits: keep parameters in float32, use autocast")
-        self._push_weights = torch.ones(num_learners, dtype=torch.float64)
+        self._push_weights = torch.ones(num_learners, dtype=torch.float64, device="cpu")
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -88,7 +81,7 @@ class PushSum(Strategy):
         old = self._push_weights
         assert old is not None
         held = [1.0 if number is None else float(old[number]) for number in before]
-        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64)
+        self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64, device="cpu")
         self._share_mean = learner.share_mean = float(self._push_weights.mean())
 
     def _held(self, learner: Learner) -> Tensor:
@@ -104,5 +97,5 @@ class PushSum(Strategy):
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         self._push_weights = learner.shares = state["push_weights"].clone()
-        self._share_mean = learner.share_mean = state.get("share_mean", 1.0)  # older states have none
+        self._share_mean = learner.share_mean = state["share_mean"]
         self._is_biased = False

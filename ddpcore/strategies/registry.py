@@ -25,31 +25,29 @@ from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 
 
-def _without_topology(strategy: type[Strategy]) -> Callable[..., Strategy]:
-    """The strategy without neighbours: a run always has a topology, and this strategy would use it."""
-    signature = inspect.signature(strategy)
+def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out: str) -> Callable[..., Strategy]:
+    """``make``, with its own parameters and with those of the strategy, some left out."""
+    own, theirs = inspect.signature(make).parameters, inspect.signature(strategy).parameters
+    kept = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
+    kept += [p.replace(kind=p.KEYWORD_ONLY) for name, p in theirs.items() if name not in (*own, *left_out)]
 
     @wraps(strategy.__init__)
-    def make(*args: Any, **options: Any) -> Strategy:
-        return strategy(*args, **options)
+    def made(*args: Any, **options: Any) -> Strategy:
+        return make(*args, **options)
 
-    kept = [parameter for name, parameter in signature.parameters.items() if name != "topology"]
-    make.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return make
+    made.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return made
 
 
-def _slowmo(
-    topology: Topology | None = None,
-    *,
-    base: str = DPSGD.name,
-    period: int = 8,
-    slow_momentum: float = 0.5,
-    slow_lr: float = 1.0,
-) -> SlowMo:
+def _local_sgd(**options: Any) -> LocalSGD:
+    """Without neighbours: a run always has a topology, and local SGD would use it."""
+    return LocalSGD(**options)
+
+
+def _slowmo(topology: Topology | None = None, *, base: str = DPSGD.name, **options: Any) -> SlowMo:
     """``base`` is ``"dpsgd"``, for gossip between the slow steps, or ``"none"``, for local steps."""
     check_choice("slowmo: base", base, (DPSGD.name, "none"))
-    gossip = None if base == "none" else DPSGD(topology)
-    return SlowMo(gossip, period=period, slow_momentum=slow_momentum, slow_lr=slow_lr)
+    return SlowMo(None if base == "none" else DPSGD(topology), **options)
 
 
 STRATEGIES: Registry[Strategy | Baseline] = Registry(
@@ -59,11 +57,11 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
     {
         SSGD.name: SSGD,
         DPSGD.name: DPSGD,
-        LocalSGD.name: _without_topology(LocalSGD),
+        LocalSGD.name: _adapted(LocalSGD, _local_sgd, "topology"),
         NoLoCo.name: NoLoCo,
         GASLoC.name: GASLoC,
         NoisySSGD.name: NoisySSGD,
-        SlowMo.name: _slowmo,
+        SlowMo.name: _adapted(SlowMo, _slowmo),
         PushSum.name: PushSum,
         ExactDiffusion.name: ExactDiffusion,
         GradientTracking.name: GradientTracking,

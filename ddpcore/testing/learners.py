@@ -101,7 +101,7 @@ class SmallRun:
         scenario: see :class:`Scenario`.
         group: of real ranks; None makes all learners virtual.
         rows: virtual learners on each rank of the group; None makes each rank one learner.
-        connection: of the ranks; its buckets are those of the scenario.
+        connection: of the ranks; its buckets are the scenario's.
         options: further arguments of :func:`ddpcore.distribute`.
         device: of the model.
     """

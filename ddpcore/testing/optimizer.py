@@ -20,9 +20,9 @@ def check_optimizer(factory: Callable[[Any], torch.optim.Optimizer]) -> None:
     """Check an optimizer as a training loop uses it.
 
     Two runs give the same bits. A run that is saved with ``torch.save``, loaded with ``weights_only=True`` and resumed
-    gives those of the uninterrupted one. A parameter without a gradient stays as it is. ``step(closure)`` returns the
+    gives the uninterrupted run's. A parameter without a gradient stays as it is. ``step(closure)`` returns the
     loss. Under :func:`ddpcore.distribute` one virtual learner takes the steps of a plain loop, bit for bit, and of
-    several that never average each takes those of its own.
+    several that never average each takes the steps of its own loop.
 
     Args:
         factory: makes the optimizer of the parameters that it is given: ``lambda params: MyRule(params, lr=0.1)``.

@@ -39,7 +39,8 @@ def check_strategy(
     """Train a small model with a strategy on real ranks and on virtual learners, and compare all learners' weights.
 
     The virtual learners of one process are the reference. They are compared with real ranks over each transport, with
-    a run that is interrupted and resumed from its state, and with what the strategy says of itself.
+    a run that is interrupted and resumed from its state, and with what the strategy says of itself: its plan names the
+    steps that average gradients, and those that send weights.
 
     Args:
         factory: makes a new strategy at each call. Ranks are processes of their own, which import it: pass a class or a
@@ -116,7 +117,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Watched(SmallRun):
-    """Counts what virtual learners send, and the checks of what they send."""
+    """Counts what virtual learners send, and the checks of what they send. Keeps their gradients of each step."""
 
     _SENDS = ("average_", "average_groups_", "mix_", "exchange", "exchange_in_place", "live")
 
@@ -142,11 +143,13 @@ class _Watched(SmallRun):
         before = self.num_sent
         losses = super()._step(step, optimizer, handle)
         self.sent = [*getattr(self, "sent", []), self.num_sent > before]
+        rows = [[p.grad.flatten() for p in one.parameters() if p.grad is not None] for one in handle.models]
+        self.gradients = [*getattr(self, "gradients", []), [torch.cat(row) if row else None for row in rows]]
         return losses
 
 
 def _check_said(factory: Callable[[], Strategy], count: int) -> None:
-    """Compare what is sent with the plan, and demand that weights are checked before they are sent."""
+    """Compare what is sent and averaged with the plan, and demand that weights are checked before they are sent."""
     run, strategy, where = _Watched(factory, count, Scenario()), factory(), f"{count} virtual learners"
     run.run(SAID_STEPS)
     said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
@@ -156,11 +159,28 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
             f"{where}: plan({silent[0]}).weights is true and nothing is sent in that step, so policies would average "
             "without the weights: define plan()"
         )
+    for step in range(SAID_STEPS):
+        size = strategy.plan(step).gradients
+        _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
     if any(run.sent) and not strategy.traits.averages_gradients and not run.num_checks:
         raise AssertionError(
             f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
             "are not finite reach no neighbour"
         )
+
+
+def _check_gradients(says: str, size: int, rows: Sequence[Tensor | None]) -> None:
+    """Demand equal gradients of ``size`` consecutive learners each, and others elsewhere: each has another batch."""
+    for learner, (row, before) in enumerate(zip(rows[1:], rows[:-1], strict=True), start=1):
+        if row is None or before is None:  # it took no step
+            continue
+        is_equal = bool((row - before).abs().max() <= 1e-5 * row.abs().max())
+        if is_equal != (learner % size > 0):
+            found = "are equal" if is_equal else "differ"
+            raise AssertionError(
+                f"{says}, and the gradients of learners {learner - 1} and {learner} {found} after that step: define "
+                "plan() as the strategy averages them"
+            )
 
 
 def _check_alone(
@@ -196,6 +216,6 @@ def _demand(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> Non
     worst = rows.max().item()
     if not worst <= tolerance:  # NaN too
         raise AssertionError(
-            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from those of virtual learners in one run: "
-            f"at most {tolerance:g} is allowed"
+            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from the {what} of virtual learners in one "
+            f"run: at most {tolerance:g} is allowed"
         )

@@ -54,7 +54,7 @@ class Description:
 
 
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
-    """Measure a topology with n learners; the cost is linear in its edges, or in those of learner 0 on a grid.
+    """Measure a topology with n learners; the cost is linear in its edges, or in the edges of learner 0 on a grid.
 
     Raises:
         ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.

@@ -16,7 +16,7 @@ from ddpcore.topology.rounds import MixingMatrix, Round
 
 @dataclass(frozen=True)
 class Given(Static):
-    """The same rounds at every step, for one number of learners: that of the rounds."""
+    """The same rounds at every step, for the number of learners that the rounds have."""
 
     _rounds: tuple[Round, ...] = field(repr=False)
 

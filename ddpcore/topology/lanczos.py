@@ -42,7 +42,7 @@ def contraction(matrices: Sequence[csr_array], balanced: bool, symmetric: bool) 
 
 
 def extreme_eigenvalue(mixing: csr_array, which: str) -> float:
-    """The smallest eigenvalue (SA) of a symmetric W, or the largest (LA) except that of the mean.
+    """The smallest eigenvalue (SA) of a symmetric W, or the largest (LA) except the mean's.
 
     The Lanczos iteration is slow if eigenvalues are dense at the end of the spectrum, as for long paths. Such graphs
     have small separators, so W minus a shift is cheap to factorize, and its inverse separates the eigenvalues near the

@@ -51,7 +51,7 @@ class Damped(_Wrapped):
 
 @dataclass(frozen=True)
 class Slowed(_Wrapped):
-    """``W(t)`` is that of step ``t // steps`` of another topology, for learners that average every so many steps.
+    """``W(t)`` is the matrix of step ``t // steps`` of another topology, for learners that average every so many steps.
 
     Args:
         topology: the other one.

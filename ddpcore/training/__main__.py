@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ddpcore.comm import choose_backend
 from ddpcore.options.command_line import SETTINGS, parse
 from ddpcore.options.fields import check, field
 from ddpcore.options.keys import parse_settings
 from ddpcore.records.run import CHECKPOINTS, RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.limits import plain, shown
-from ddpcore.training.build import check_connection
+from ddpcore.training.build import backend_here, check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig, describe_fields, merged
 from ddpcore.training.run import Interrupted, join_run, train_rank
@@ -111,16 +110,10 @@ def _start(options: TrainOptions) -> None:
     if left is not None and torchrun is None and len(left.members) != world_size:
         world_size = len(left.members)
         print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
-    device = "cuda" if config.run.device == "auto" and torch.cuda.is_available() else config.run.device
-    backend = "virtual"
-    if world_size > 1:
-        kind = "cpu" if device == "auto" else device
-        num_gpus = torch.cuda.device_count()
-        backend = choose_backend("auto", world_size=world_size, device=kind, num_gpus=num_gpus).backend
-        if backend == "virtual":
-            raise ValueError(
-                f"{world_size} ranks would share {num_gpus} GPU: leave --world-size out, or run.device=cpu"
-            )
+    backend = "virtual" if world_size == 1 else backend_here(config, world_size).backend
+    if backend == "virtual" and world_size > 1:
+        shared = f"{world_size} ranks would share {torch.cuda.device_count()} GPU"
+        raise ValueError(f"{shared}: leave --world-size out, or run.device=cpu")
     check_connection(config, world_size, 1 if torchrun is None else -(-world_size // torchrun.local_world_size))
     launch.run(
         train_rank,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
 from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, time_limit
+from ddpcore.comm.link import Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute, join
@@ -177,7 +178,7 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
 def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
     """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
     num_gpus = torch.cuda.device_count()
-    device = "cuda" if num_gpus and config.run.device != "cpu" else "cpu"
+    device = ("cuda" if num_gpus else "cpu") if config.run.device == "auto" else config.run.device
     return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 
 
@@ -299,9 +300,9 @@ def build_trainer(
     Args:
         placement: config and ranks.
         dataset: the data set, on any device.
-        store: that of a run to join; None begins one.
+        store: of a run to join; None begins one.
         buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
-        options: arguments of :func:`ddpcore.distribute` that replace those of the config.
+        options: arguments of :func:`ddpcore.distribute` that replace the config's.
 
     Raises:
         ValueError: model, data, world and strategy do not fit together.
@@ -353,7 +354,7 @@ def _arguments(
         "group": dist.group.WORLD if placement.world.world_size > 1 else None,
         "connection": Connection(
             transport=config.strategy.transport,
-            link=config.strategy.make_link(),
+            link=None if config.strategy.link is None else Link.parse(config.strategy.link),
             on_failure=config.strategy.on_failure,
             membership=placement.left,
             timeout=config.strategy.timeout if placement.real and isinstance(strategy, Strategy) else TIMEOUT_SECONDS,
@@ -376,16 +377,11 @@ def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float
     """The operations of one forward pass of a process: the products of its batch, and a share for each input number.
 
     It depends on the config and on the shape of the samples only, so it is the same on every machine.
-    A model whose weights alone need ``LEAST_WORK`` is not called.
-
-    Args:
-        config: the run.
-        dataset: the data set.
-        num_ranks: ranks that share the batch.
+    A model whose weights alone need ``LEAST_WORK`` is not called. ``num_ranks`` ranks share the batch.
     """
     num_samples = max(1, config.data.batch_size // (num_ranks * config.data.accumulation))
     dtype = torch.int64 if dataset.has_tokens else torch.float32
-    inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype)
+    inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype, device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(config, dataset, torch.device("cpu")).eval()
         products = 2 * sum(parameter.numel() for parameter in model.parameters())  # of most models the least
@@ -413,12 +409,8 @@ def _products(model: nn.Module, inputs: Tensor) -> int:
 def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterator[None]:
     """Inside, torch computes with one thread if the model is small, else with as many as before.
 
-    The rule does not look at a clock, because sums may have other bits with another number of threads.
-
-    Args:
-        config: the run.
-        dataset: the data set.
-        num_ranks: ranks that share the batch.
+    The rule does not look at a clock, because sums may have other bits with another number of threads. See
+    :func:`forward_work` for the arguments.
     """
     before = torch.get_num_threads()
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.groups import Call, barrier, default_group
 from ddpcore.comm.membership import Membership
 from ddpcore.options.extras import extra
+from ddpcore.records.checkpoint import FILES, FORMAT, MANIFEST, rank_files, read_manifest, step_folder, steps_of
 from ddpcore.records.config import nested
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack
 
-FORMAT = 2
-MANIFEST = "manifest.json"
 _DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
-_FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +62,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """The folder of a step."""
-        return self.folder / f"step-{step:08d}"
-
-    def steps(self) -> list[int]:
-        """Steps that have a checkpoint, complete or damaged, in ascending order."""
-        found = (re.fullmatch("step-([0-9]{8,})", path.name) for path in self.folder.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        return step_folder(self.folder, step)
 
     def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> bool:
         """Write the state of this process, and remove old checkpoints. Collective.
@@ -87,22 +79,20 @@ class Checkpoints:
         Returns:
             False if a rank died meanwhile: nothing is saved, and ``state`` is of more learners than are left.
         """
-        partial, members = self.folder / f"partial-{step:08d}", self.members
+        partial, members = step_folder(self.folder, step, "partial"), self.members
         if self.is_first:
             self._clean_up()
             partial.mkdir(parents=True)
         if self.comm is not None:
-            self.comm.gather(torch.zeros(1, 1))
+            self.comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
         elif self.num_ranks > 1:
             barrier(f"the checkpoint of step {step}")
         if self.members != members:
             return False
         tree, tensors = pack(state)
         safetensors = load_safetensors()
-        mine = {
-            f"rank-{self.rank}.safetensors": safetensors.torch.save(tensors),
-            f"rank-{self.rank}.json": json.dumps(tree).encode(),
-        }
+        contents = safetensors.torch.save(tensors), json.dumps(tree).encode()
+        mine = dict(zip(rank_files(self.rank), contents, strict=True))
         for name, content in mine.items():
             write_file(partial / name, content)
         digests = self._everyone({name: _digest(content) for name, content in mine.items()})
@@ -110,9 +100,9 @@ class Checkpoints:
             return False
         if self.is_first:
             self._publish(partial, step, {name: digest for one in digests for name, digest in one.items()})
-            kept = {*[other for other in self.steps() if other <= step][-keep_last:], best}
-            for other in set(self.steps()) - kept:
-                self.path(other).rename(self.folder / f"partial-{other:08d}")
+            steps = steps_of(self.folder)
+            for other in set(steps) - {*[one for one in steps if one <= step][-keep_last:], best}:
+                self.path(other).rename(step_folder(self.folder, other, "partial"))
             self._clean_up()
         return True
 
@@ -120,7 +110,9 @@ class Checkpoints:
         """The digests of all ranks that are left."""
         if self.comm is not None:
             text = json.dumps(digests).ljust(_DIGEST_BYTES).encode()
-            return [json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)]))]
+            return [
+                json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)], device="cpu"))
+            ]
         everyone = [digests] * self.num_ranks
         if self.num_ranks > 1:
             with Call(default_group(None), "a checkpoint"):
@@ -141,7 +133,7 @@ class Checkpoints:
         write_file(partial / MANIFEST, text.encode())
         sync_folder(partial)
         if self.path(step).exists():
-            self.path(step).rename(self.folder / f"replaced-{step:08d}")
+            self.path(step).rename(step_folder(self.folder, step, "replaced"))
         partial.rename(self.path(step))
         sync_folder(self.folder)
 
@@ -171,7 +163,7 @@ class Checkpoints:
         found, steps = -1, []
         if self.is_first:
             self._clean_up()
-            steps = self.steps()
+            steps = steps_of(self.folder)
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
             answer: list[Any] = [found, steps]
@@ -182,7 +174,7 @@ class Checkpoints:
             raise ValueError(f"{shown(self.folder.parent)}: every checkpoint is damaged: remove it to begin anew")
         if found < 0:
             return None
-        manifest = self.manifest(found)
+        manifest = read_manifest(self.path(found))
         members = tuple(manifest.get("members", range(manifest["num_ranks"])))
         if members != self.members:
             which = f", of learners {list(members)}," if len(members) == len(self.members) else ""
@@ -191,18 +183,13 @@ class Checkpoints:
                 f"{len(self.members)}: resume with as many"
             )
         try:
-            path = self.path(found) / f"rank-{self.rank}.json"
-            tree = json.loads(read_file(path, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
-            tensors = load_safetensors().torch.load_file(self.path(found) / f"rank-{self.rank}.safetensors")
+            of_tensors, of_tree = (self.path(found) / name for name in rank_files(self.rank))
+            tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
+            tensors = load_safetensors().torch.load_file(of_tensors)
             return found, unpack(tree, tensors, device)
         except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
             reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
             raise ValueError(f"checkpoint {shown(self.path(found))} cannot be read ({reason}): remove it") from error
-
-    def manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a complete checkpoint: format, step, num_ranks, config, files."""
-        manifest: dict[str, Any] = json.loads(read_file(self.path(step) / MANIFEST))["manifest"]
-        return manifest
 
     def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
         """The last complete step, -1 if there is none; renames the damaged checkpoints after it."""
@@ -211,7 +198,7 @@ class Checkpoints:
             problem = self._problem(step)
             if problem is None:
                 for later in damaged:
-                    renamed = self.folder / f"damaged-{later:08d}"
+                    renamed = step_folder(self.folder, later, "damaged")
                     shutil.rmtree(renamed, ignore_errors=True)
                     self.path(later).rename(renamed)
                 return step
@@ -230,11 +217,11 @@ class Checkpoints:
             if outer["manifest"]["format"] != FORMAT:
                 return f"format {outer['manifest']['format']} where this version reads {FORMAT}"
             for name, digest in outer["manifest"]["files"].items():
-                if not _FILES.fullmatch(name):
+                if not FILES.fullmatch(name):
                     return f"{shown(name)} is no file of a checkpoint"
                 if _digest_of_file(folder / name) != digest:
                     return f"{name} does not match its checksum"
-            for path in folder.glob("*.safetensors"):
+            for path in folder.glob(rank_files("*")[0]):
                 open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
                     pass
@@ -245,9 +232,9 @@ class Checkpoints:
 
 def members_left(folder: Path) -> Membership | None:
     """The members in the last checkpoint of ranks with ``on_failure="shrink"``; None of other runs, or without one."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
+    for step in reversed(steps_of(folder)):
         try:
-            manifest = json.loads(read_file(path / MANIFEST))["manifest"]
+            manifest = read_manifest(step_folder(folder, step))
             if "members" not in manifest:
                 return None
             return Membership(

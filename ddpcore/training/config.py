@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from ddpcore.comm.membership import ON_FAILURE
@@ -87,30 +87,18 @@ class TrainConfig:
                 raise ValueError(f"data.batch_growth has the batch size {size}: it must be {multiple}")
             if self.run.steps is not None and step >= self.run.steps:
                 raise ValueError(f"data.batch_growth has the step {step}: the run ends after {self.run.steps} steps")
-        on_failure = self.strategy.on_failure
-        for name, is_set, value, why in (
-            ("model.compile", self.model.compile, True, "a compiled model has one batch size"),
-            (
-                "run.statistics_every",
-                self.run.statistics_every,
-                self.run.statistics_every,
-                "a noise scale averages steps of one batch size",
-            ),
-            (
-                "strategy.on_failure",
-                on_failure != ON_FAILURE[0],
-                on_failure,
-                "ranks that die and join share batches of one size",
-            ),
+        may_die = self.strategy.on_failure != ON_FAILURE[0] and self.strategy.on_failure
+        for name, value, why in (
+            ("model.compile", self.model.compile, "a compiled model has one batch size"),
+            ("run.statistics_every", self.run.statistics_every, "a noise scale averages steps of one batch size"),
+            ("strategy.on_failure", may_die, "ranks that die and join share batches of one size"),
         ):
-            if data.batch_growth and is_set:
+            if data.batch_growth and value:
                 raise ValueError(f"data.batch_growth is set and {name} is {value!r}: {why}, leave one out")
 
     def _check_strategy(self) -> None:
         """Build the strategy, which checks the values of its options, and check what does not go together with it."""
-        config, strategy = self.strategy, self._build_strategy()
-        object.__setattr__(self, "_strategy", strategy)
-        object.__setattr__(self, "_is_new", True)
+        config, strategy = self.strategy, self.checked_strategy
         self._check_traits(strategy)
         if config.on_failure != ON_FAILURE[0]:
             self._check_shrink(strategy)
@@ -155,23 +143,16 @@ class TrainConfig:
             raise ValueError(f"{needed}it deals samples again, and shards is {data.shards!r}: take {SHARDS[0]!r}")
         check_deaths(strategy)
 
-    @property
+    @cached_property
     def checked_strategy(self) -> Strategy | Baseline:
-        """The strategy that was built last, for questions about it. A run trains with :meth:`make_strategy`."""
-        if "_strategy" not in self.__dict__:  # of a config that came from another process
-            object.__setattr__(self, "_strategy", self._build_strategy())
-            object.__setattr__(self, "_is_new", True)
-        found: Strategy | Baseline = self.__dict__["_strategy"]
-        return found
+        """The strategy that was built first, for questions about it. A run trains with :meth:`make_strategy`."""
+        self.__dict__["_is_new"] = True
+        return self._build_strategy()
 
     def make_strategy(self) -> Strategy | Baseline:
-        """A strategy for one run, with its topology: the one that the constructor has built, later calls a new one."""
-        found = self.checked_strategy
-        if not self.__dict__["_is_new"]:
-            found = self._build_strategy()
-            object.__setattr__(self, "_strategy", found)
-        object.__setattr__(self, "_is_new", False)
-        return found
+        """A strategy for one run, with its topology: first :attr:`checked_strategy`, in later calls a new one."""
+        first = self.checked_strategy
+        return first if self.__dict__.pop("_is_new", False) else self._build_strategy()
 
     def _build_strategy(self) -> Strategy | Baseline:
         options = dict(self.strategy.options)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ddpcore.comm.base import Communicator
+from ddpcore.records.run import ADDRESS
 from ddpcore.storage.json_lines import read_json, write_json
 from ddpcore.storage.limits import shown
 from ddpcore.training.progress import Progress
 
-FILE = "join.json"  # in the folder of the run while it lasts
 CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
 _BYTES = 4096  # of the message to a new rank
 
@@ -27,14 +27,14 @@ def write_address(out: Path) -> None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
-        write_json(out / FILE, {"host": store.host, "port": store.port})
+        write_json(out / ADDRESS, {"host": store.host, "port": store.port})
     elif isinstance(store, dist.FileStore):
-        write_json(out / FILE, {"path": store.path})  # type: ignore[attr-defined]
+        write_json(out / ADDRESS, {"path": store.path})  # type: ignore[attr-defined]
 
 
 def remove_address(out: Path) -> None:
     """At the end of the run."""
-    (out / FILE).unlink(missing_ok=True)
+    (out / ADDRESS).unlink(missing_ok=True)
 
 
 def store_of(out: Path) -> dist.Store:
@@ -43,9 +43,9 @@ def store_of(out: Path) -> dist.Store:
     Raises:
         ValueError: no run is in progress there that a rank can join.
     """
-    if not (out / FILE).exists():
+    if not (out / ADDRESS).exists():
         raise ValueError(f"{shown(out)} has no run in progress with real ranks and on_failure='shrink': start that")
-    address = read_json(out / FILE)
+    address = read_json(out / ADDRESS)
     if "path" in address:
         return dist.FileStore(address["path"], -1)
     try:
@@ -64,7 +64,7 @@ def share_progress(comm: Communicator, progress: Progress, writer: int, new: int
 
     Args:
         comm: the members, the new one among them.
-        progress: of this rank; that of the new one changes.
+        progress: of this rank; the progress of the new one changes.
         writer: the id of the rank that writes the record; any value on the new one.
         new: the id of the new rank.
 
@@ -72,7 +72,7 @@ def share_progress(comm: Communicator, progress: Progress, writer: int, new: int
         The id of the rank that writes.
     """
     text = json.dumps({"writer": writer, **progress.shared()}).encode()
-    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8))
+    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
     if comm.member != new:
         return writer
     assert comm.membership is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,13 +36,7 @@ class StepRecorder:
     ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
     yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
     each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
-    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are those of the work and
-    not of its start.
-
-    Args:
-        out: the folder of the run.
-        rank: of this process.
-        trainer: takes the steps.
+    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
@@ -126,9 +120,8 @@ class Loop:
         progress: losses, times and evaluations so far.
         checkpoints: the checkpoints of the run.
         writer: writes record and model; None on all ranks except rank 0.
-        steps: records every step; None without ``record_steps``.
         take_over: makes a writer in the first rank that is left, because the one that wrote has died.
-        joins: whether this rank has just joined, in the step that the others have just taken.
+        steps: records every step; None without ``record_steps``.
     """
 
     placement: LearnerPlacement
@@ -137,9 +130,8 @@ class Loop:
     progress: Progress
     checkpoints: Checkpoints
     writer: RunWriter | None
+    take_over: Callable[[], RunWriter]
     steps: StepRecorder | None = None
-    take_over: Callable[[], RunWriter | None] | None = None
-    joins: bool = False
 
     def __post_init__(self) -> None:
         self.config = self.placement.config
@@ -149,15 +141,14 @@ class Loop:
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
         self._writer = 0 if self.comm.membership is None else self.comm.membership.members[0]  # id of the rank
+        self.joins = self.placement.joins  # until it has the progress of the step that the others have just taken
         self.is_saved = True  # whether the last checkpoint that was due was written
 
     def run(self, stop_signal: StopSignal) -> bool:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
         self._resumed_at = self.comm.now()
-        while self.joins or not (
-            trainer.num_steps >= self.total_steps or progress.diverged or self._has_reached_target()
-        ):
+        while self.joins or not self._is_over():
             if not self.joins:
                 try:
                     losses_L = trainer.step()
@@ -178,11 +169,8 @@ class Loop:
                 loss, stop, num_found = progress.check(
                     self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
-                if num_found:
-                    self._collect(num_found)
-                self._note_changes()
+                self._write_rows(num_found, self._changes())
                 self._show(loss)
-                self._write_statistics()
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()
@@ -205,22 +193,38 @@ class Loop:
             self._writer = share_progress(self.comm, self.progress, self._writer, new)
             self.joins = False
 
-    def _has_reached_target(self) -> bool:
-        """Whether an evaluation has reached the config's target."""
+    def _is_over(self) -> bool:
+        """Whether all steps are taken, the run has diverged, or an evaluation has reached the config's target."""
         target, best = self.config.run.target, self.progress.best
-        return target is not None and best is not None and best["accuracy"] >= target
+        has_reached = target is not None and best is not None and best["accuracy"] >= target
+        return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
-    def _collect(self, num_found: int) -> None:
-        """Gather and write what was found since the last check, at most ``num_found`` on each rank. Collective.
+    def _write_rows(self, num_found: int, changes: Sequence[dict[str, Any]] = ()) -> None:
+        """Write what happened since the last call, in the order of steps.
+
+        Reading statistics waits for the device; a check of the loss has just done so.
+
+        Args:
+            num_found: gather at most so many numbers that are not finite from each rank; collective if it is not 0.
+            changes: rows of who has died.
+        """
+        found = self._collect(num_found) if num_found else []
+        rows = [*found, *changes, *self.measured.new_rows()]
+        if self.writer is not None:
+            for row in sorted(rows, key=lambda row: row["step"]):
+                self.writer.write(row)
+
+    def _collect(self, num_found: int) -> list[dict[str, Any]]:
+        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective.
 
         With ``raise``, the run has diverged: so all ranks end it at the same step, as virtual learners do. Until then a
         learner whose gradients are not finite takes no step.
         """
         found, names = self.trainer.handle.nonfinite, [name for name, _ in self.trainer.module.named_parameters()]
-        mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64)
+        mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64, device="cpu")
         for index, one in enumerate(found):
             learner = -1 if one.learner is None else one.learner
-            mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)])
+            mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)], device="cpu")
         found.clear()
         everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
         events = [
@@ -235,23 +239,19 @@ class Loop:
         ]
         if self.config.strategy.on_nonfinite == "raise":
             self.progress.diverged, self.progress.reason = True, str(events[0])
-        if self.writer is not None:
-            for event in events:
-                self.writer.write({"kind": "nonfinite", **asdict(event)})
+        return [{"kind": "nonfinite", **asdict(event)} for event in events]
 
-    def _note_changes(self) -> None:
-        """Write who has died. If that was the rank that writes, the first one that is left takes over."""
+    def _changes(self) -> list[dict[str, Any]]:
+        """Rows of who has died. If that was the rank that writes, the first one that is left takes over."""
         changes = self.trainer.handle.changes[self._num_changes :]
         self._num_changes += len(changes)
         for change in changes:
             if self._writer in change.lost:
                 self._writer = min(change.members)
-        if changes and self.writer is None and self.take_over is not None and self._writer == self.trainer.learners[0]:
+        if changes and self.writer is None and self._writer == self.trainer.learners[0]:
             self.writer = self.take_over()
-        if self.writer is not None:
-            for change in changes:
-                row = {**asdict(change), "kind": "members", "step": self.trainer.num_steps, "text": str(change)}
-                self.writer.write(row)
+        step = self.trainer.num_steps
+        return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
 
     def _show(self, loss: float) -> None:
         if self.writer is not None:
@@ -259,13 +259,6 @@ class Loop:
             reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
             epoch = 1 + self.batches.epoch(step - 1)
             self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
-
-    def _write_statistics(self) -> None:
-        """Write the new records. Reading them waits for the device; a check of the loss has just done so."""
-        rows = self.measured.new_rows()
-        if self.writer is not None:
-            for row in rows:
-                self.writer.write(row)
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.run.checkpoint_every
@@ -319,7 +312,7 @@ class Loop:
         model, test = self._evaluation_model(), None
         if self.config.run.evaluate_on == "validation" and not progress.diverged:
             test = self.trainer.evaluate(model, "test")
-        self._note_changes()  # also of a death in this evaluation
+        self._write_rows(0, self._changes())  # also of a death in this evaluation
         if self.writer is None:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -367,35 +360,41 @@ class Loop:
         members, state = self.checkpoints.members, self.trainer.state_dict()
         if not self.config.run.save_nonfinite:
             is_bad = not is_finite(tensors_of(state))
-            bad_L = torch.full((len(self.comm.learners),), float(is_bad), device=self.placement.device)
+            bad_L = torch.full(
+                (len(self.comm.learners),), float(is_bad), device=self.placement.device, dtype=torch.float32
+            )
             if bool(self.comm.gather(bad_L).any()):
                 if self.writer is not None:
                     self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
                 return False
         if self.checkpoints.members != members:
             return False
-        self._write_statistics()  # a run that resumes here does not compute these records again
+        # A run that resumes here does not compute these records again, so older events must stand before them.
+        self._write_rows(0 if self.config.strategy.on_nonfinite == "raise" else self._num_found())
         if self.writer is not None:
             self.writer.sync()
         best = self.progress.best
         self.checkpoints.save(
             self.trainer.num_steps,
-            {
-                **state,
-                "progress": self.progress.state_dict(),
-                "statistics": self.measured.state_dict(),
-            },
+            {**state, "progress": self.progress.state_dict(), "statistics": self.measured.state_dict()},
             keep_last=self.config.run.keep_last,
             best=best["step"] if best is not None and self.config.run.keep_best else None,
         )
         return True
+
+    def _num_found(self) -> int:
+        """The largest number of events of one rank that are not written yet. Collective."""
+        found_L = torch.full(
+            (len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)), dtype=torch.float32, device="cpu"
+        )
+        return int(self.comm.gather(found_L.to(self.placement.device)).max())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
         """The time inside does not count as training."""
         if self.placement.device.type == "cuda":
             torch.cuda.synchronize()
-        self.progress.add_seconds(self.comm.now() - self._resumed_at)
+        self.progress.epoch_seconds += self.comm.now() - self._resumed_at
         yield
         self._resumed_at = self.comm.now()
         if self.steps is not None:

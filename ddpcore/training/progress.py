@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ddpcore.comm.base import Communicator
 
-NOTHING = torch.zeros(0)
-
 
 @dataclass
 class Progress:
@@ -25,6 +23,8 @@ class Progress:
     Attributes:
         epoch_loss_L: sum of the losses of the steps of this epoch.
         window_loss_L: sum of the losses since the last :meth:`check`.
+        epoch_lost_L: steps of this epoch whose loss is not in ``epoch_loss_L``, because it was not finite.
+        window_lost_L: the same for ``window_loss_L``.
         epoch_steps: number of steps in ``epoch_loss_L``.
         window_steps: number of steps in ``window_loss_L``.
         first_loss: loss of the first step, mean over all learners.
@@ -34,12 +34,12 @@ class Progress:
         seconds: :attr:`total_seconds` when this object was made: 0, or the value of a checkpoint.
         diverged: whether the run has diverged.
         reason: why, if a number that is not finite is the reason.
-        epoch_lost_L: steps of this epoch whose loss is not in ``epoch_loss_L``, because it was not finite.
-        window_lost_L: the same for ``window_loss_L``.
     """
 
     epoch_loss_L: Tensor
     window_loss_L: Tensor
+    epoch_lost_L: Tensor
+    window_lost_L: Tensor
     epoch_steps: int = 0
     window_steps: int = 0
     first_loss: float | None = None
@@ -49,20 +49,15 @@ class Progress:
     seconds: float = 0.0
     diverged: bool = False
     reason: str | None = None
-    epoch_lost_L: Tensor = NOTHING
-    window_lost_L: Tensor = NOTHING
 
     def __post_init__(self) -> None:
-        for name in ("epoch_lost_L", "window_lost_L"):
-            if getattr(self, name) is NOTHING:
-                setattr(self, name, torch.zeros_like(self.epoch_loss_L))
         self._started = time.perf_counter() - self.seconds
 
     @classmethod
     def start(cls, num_learners: int, device: torch.device) -> Progress:
         """The progress before the first step, for L = ``num_learners``."""
         zeros_L = torch.zeros(num_learners, dtype=torch.float64, device=device)
-        return cls(epoch_loss_L=zeros_L, window_loss_L=zeros_L.clone())
+        return cls(zeros_L, zeros_L.clone(), zeros_L.clone(), zeros_L.clone())
 
     @property
     def total_seconds(self) -> float:
@@ -80,10 +75,6 @@ class Progress:
         self.window_loss_L += losses_L
         self.epoch_steps += 1
         self.window_steps += 1
-
-    def add_seconds(self, seconds: float) -> None:
-        """Add seconds of training."""
-        self.epoch_seconds += seconds
 
     def check(
         self, comm: Communicator, stop: bool, diverged_above: float | None, num_found: int = 0

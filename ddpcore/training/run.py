@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ddpcore.data import Dataset, total_variation
+from ddpcore.records.checkpoint import read_manifest
 from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
@@ -18,6 +19,7 @@ from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
+from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
@@ -82,7 +84,7 @@ def train(
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
-        measured = Measurements.of(config.run, trainer)
+        measured = Measurements(config.run, trainer)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -125,7 +127,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
         outputs = {"tensorboard": False, "on_record": None}
-        finished = _train(placement, trainer, Measurements.of(config.run, trainer), out, False, outputs, stop_signal)
+        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, outputs, stop_signal)
     stop_signal.pass_on()
     return finished
 
@@ -153,13 +155,13 @@ def _train(
     if is_first and comm is not None:
         write_address(out)
 
-    def take_over() -> RunWriter | None:
+    def take_over() -> RunWriter:
         stack.enter_context(locked(out))
-        return stack.enter_context(_writer(placement, trainer, out, outputs, is_first=True))
+        return stack.enter_context(_writer(placement, trainer, out, outputs))
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
-        writer = stack.enter_context(_writer(placement, trainer, out, outputs, is_first=is_first))
+        writer = stack.enter_context(_writer(placement, trainer, out, outputs)) if is_first else None
         loop = Loop(
             placement=placement,
             trainer=trainer,
@@ -169,13 +171,12 @@ def _train(
             writer=writer,
             steps=steps,
             take_over=take_over,
-            joins=placement.joins,
         )
         ended = loop.run(stop_signal)
         if loop.writer is not None:
             remove_address(out)
     if comm is not None:  # only those that are left can wait for each other
-        comm.gather(torch.zeros(1, 1))
+        comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     else:
         placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
@@ -217,7 +218,7 @@ def _resume(
     if saved is None:
         return None
     step, state = saved
-    differences = placement.config.difference(checkpoints.manifest(step)["config"])
+    differences = placement.config.difference(read_manifest(checkpoints.path(step))["config"])
     if differences:
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     trainer.load_state_dict(state)
@@ -225,15 +226,10 @@ def _resume(
     return Progress(**state["progress"])
 
 
-def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any], *, is_first: bool
-) -> AbstractContextManager[RunWriter | None]:
-    """The writer of the first rank; None on the other ranks."""
-    if not is_first:
-        return nullcontext()
+def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]) -> RunWriter:
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
-    batches = trainer.batches
+    batches, parts = trainer.batches, trainer.batches.parts
     here = {**machine(placement.device.type), "threads": torch.get_num_threads()}
     num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
@@ -244,9 +240,7 @@ def _writer(
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
         "num_classes": dataset.num_classes,
-        "total_variation": None
-        if batches.parts is None
-        else total_variation(dataset.train.labels.cpu(), batches.parts),
+        "total_variation": None if parts is None else total_variation(dataset.train.labels.cpu(), parts),
         "steps_per_epoch": batches.steps_per_epoch,
         "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
@@ -254,21 +248,14 @@ def _writer(
         "topology": _topology(config),
         **here,
     }
-    return RunWriter(
-        out,
-        total_steps=header["total_steps"],
-        header=header,
-        resumed={"kind": "resume", "step": step, **left, **here} if step else None,
-        step=step,
-        **outputs,
-    )
+    resumed = {"kind": "resume", "step": step, **left, **here} if step else None
+    return RunWriter(out, header, resumed, **outputs)
 
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:
     """Edges and spectral gap of the topology, for a drawing; None without neighbours, or with too many to draw."""
     topology = getattr(config.checked_strategy, "topology", None)
     num = config.strategy.learners
-    if topology is None or not 1 < num <= MOST_DRAWN:
+    if not isinstance(topology, Topology) or not 1 < num <= MOST_DRAWN:
         return None
-    topology = config.make_topology()
     return {"num_learners": num, "spectral_gap": describe(topology, num).spectral_gap, "edges": edges_of(topology, num)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.extras import extra
-from ddpcore.records.run import MODEL, RECORD
+from ddpcore.records.run import MODEL, RECORD, TENSORBOARD
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
@@ -21,10 +21,8 @@ class RunWriter:
 
     Args:
         out: the folder.
-        total_steps: length of the run, for the progress bar.
-        header: the first row of a new run.
-        resumed: the row of a resumed run; None for a new run.
-        step: the step from which the run continues. Rows of later steps are removed from the record.
+        header: the first row of a new run; its ``total_steps`` is the length of the progress bar.
+        resumed: the row of a resumed run; None for a new run. Rows after its ``step`` are removed from the record.
         tensorboard: also write scalars for TensorBoard.
         on_record: called with each row, after it was appended to the record.
     """
@@ -32,15 +30,13 @@ class RunWriter:
     def __init__(
         self,
         out: Path,
-        *,
-        total_steps: int,
         header: dict[str, Any],
         resumed: dict[str, Any] | None = None,
-        step: int = 0,
+        *,
         tensorboard: bool = False,
         on_record: OnRecord | None = None,
     ) -> None:
-        path = out / RECORD
+        path, step = out / RECORD, 0 if resumed is None else resumed["step"]
         known = read_lines(path)
         for problem in known.problems:
             self.warn(f"{problem}: the run goes on without it")
@@ -53,8 +49,8 @@ class RunWriter:
         self._out = out
         self._record = JsonLines(path)
         self._on_record = on_record
-        self._board = load_tensorboard()(str(out / "tensorboard"), purge_step=step + 1) if tensorboard else None
-        self._progress = ProgressReport("training", total_steps, completed=step)
+        self._board = load_tensorboard()(str(out / TENSORBOARD), purge_step=step + 1) if tensorboard else None
+        self._progress = ProgressReport("training", header["total_steps"], completed=step)
         self._step = step
 
     def __enter__(self) -> RunWriter:

@@ -219,7 +219,7 @@ class OptimizerConfig(Section):
     )
     options: Mapping[str, Any] = field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = field(False, "no weight decay and no layer-wise adaptation of biases and norms")
-    lr: float = field(0.1, "peak learning rate; with ``reference_batch_size``, that of the reference batch", least=0)
+    lr: float = field(0.1, "peak learning rate; with ``reference_batch_size``, the reference batch's", least=0)
     reference_batch_size: int | None = field(None, "scale ``lr`` by ``batch_size`` / this; None: unscaled", least=1)
     schedule: str = field(
         "constant",
@@ -300,16 +300,13 @@ class StrategyConfig(Section):
             raise ValueError(
                 f"strategy.link is {self.link!r} and learners is 1: one learner sends nothing, leave it out"
             )
-        self.make_link()
+        if self.link is not None:
+            Link.parse(self.link)
         needed = f"strategy.on_failure is {self.on_failure!r}: "
         if self.on_failure != ON_FAILURE[0] and self.learners <= LEAST:
             raise ValueError(f"{needed}{LEAST} learners must be left, and learners is {self.learners}: take more")
         if self.on_failure != ON_FAILURE[0] and self.link is not None:
             raise ValueError(f"{needed}an emulated link needs a fixed number of ranks: leave it out")
-
-    def make_link(self) -> Link | None:
-        """The network to emulate. Raises ValueError if the text of ``link`` has another form."""
-        return None if self.link is None else Link.parse(self.link)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,37 +16,26 @@ from ddpcore.training.sections import RunConfig, random_samples
 from ddpcore.training.trainer import BATCH_SIZE, Trainer, by_place
 
 
-@dataclass(kw_only=True)
 class Measurements:
-    """What is measured along a run.
+    """What the config asks to measure along a run, of a trainer before its first step. ValueError as below."""
 
-    Attributes:
-        noise: None without ``statistics_every``.
-        hessian: None without ``hessian_every``.
-    """
-
-    noise: NoiseStatistics | None
-    hessian: HessianStatistics | None
-    _num_seen: dict[str, int] = field(default_factory=lambda: {"noise": 0, "hessian": 0})
-
-    @classmethod
-    def of(cls, run: RunConfig, trainer: Trainer) -> Measurements:
-        """The measurements that the config asks for, of a trainer before its first step. ValueError as below."""
-        return cls(noise=noise_statistics(run, trainer), hessian=hessian_statistics(run, trainer))
+    def __init__(self, run: RunConfig, trainer: Trainer) -> None:
+        self.noise, self.hessian = noise_statistics(run, trainer), hessian_statistics(run, trainer)
+        self._num_seen = {"statistics": 0, "hessian": 0}
 
     def new_rows(self) -> list[dict[str, Any]]:
-        """The entries of the run's record since the last call, without those of single parameters."""
+        """The entries of the run's record since the last call, without the values of single parameters."""
         rows: list[dict[str, Any]] = []
-        for name, kind, source in (("noise", "statistics", self.noise), ("hessian", "hessian", self.hessian)):
-            records = [] if source is None else source.records[self._num_seen[name] :]
-            self._num_seen[name] += len(records)
+        for kind, source in (("statistics", self.noise), ("hessian", self.hessian)):
+            records = [] if source is None else source.records[self._num_seen[kind] :]
+            self._num_seen[kind] += len(records)
             for record in records:
                 names = [item.name for item in fields(record) if item.name != "segments"]
                 rows.append({"kind": kind, **{item: getattr(record, item) for item in names}})
         return rows
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What later records depend on: that of the noise statistics, None without them."""
+        """What later records depend on: the state of the noise statistics, None without them."""
         return None if self.noise is None else self.noise.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None, step: int) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import buckets, comm, environment
-from ddpcore.bench.bucket_sizes import parse_sizes
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
+from ddpcore.bench.contender import parse_sizes
 from ddpcore.display import plot_option
 from ddpcore.models import MODELS
 from ddpcore.runtime import launch
@@ -101,7 +101,8 @@ def test_overlap() -> None:
 
 
 REFUSED = [
-    ("--strategies dpsgd", "--strategies is 'dpsgd': did you mean 'ssgd'?"),
+    ("--strategies dpsgd", "--strategies: dpsgd averages no gradients, so it has no buckets: leave it out"),
+    ("--strategies helpers.own_parts:Quiet", "Quiet has no option bucket_cap_mb: leave it out"),
     ("--strategies ssgd,ssgd", "--strategies names one twice"),
     ("--bucket-mb 0", "'0' is not a size"),
     ("--bucket-mb 1,x", "'x' is not a size"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.bench.contender import ddp_options
 from ddpcore.bench.run import prepare
 from ddpcore.options import command_line
 
@@ -60,6 +61,20 @@ def test_baselines_have_the_optimizer_of_torch() -> None:
         assert (theirs.name, theirs.options) == (f"torch_{name}", {**options, "fused": True})
 
 
+def test_options_of_baselines_are_kept() -> None:
+    resolved = resolve(BenchConfig(settings=("strategy.bucket_cap_mb=5",)), world_size=2, num_gpus=0)
+    assert resolved.train_config("ddp", options=ddp_options(25)).strategy.options == {"bucket_cap_mb": 5}
+    assert resolved.train_config("ddp", options=ddp_options(1)).strategy.options == {"bucket_cap_mb": 1}
+
+
+def test_learners_with_neighbours_can_be_quarantined() -> None:
+    given = ("strategy.on_nonfinite=quarantine",)
+    resolved = resolve(BenchConfig(settings=given, strategies=("dpsgd",)), world_size=4, num_gpus=0)
+    assert resolved.training.strategy.on_nonfinite == "quarantine"
+    with pytest.raises(ValueError, match="'quarantine': ssgd has no neighbours: take 'skip'"):
+        BenchConfig(settings=given, strategies=("dpsgd", "ssgd"))
+
+
 def test_spaces_between_strategies() -> None:
     assert parse(["--strategies", " ssgd , dpsgd ,"]).strategies == ("ssgd", "dpsgd")
 
@@ -94,8 +109,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in BenchConfig.__dataclass_fields__:
-        assert name == "settings" or "--" + name.replace("_", "-") in text
+    for item in fields(BenchConfig):
+        assert item.name == "settings" or "--" + item.name.replace("_", "-") in text
 
 
 # --- resolve -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore import Single
 from ddpcore.bench import contender, gpu
 
 
@@ -92,14 +93,14 @@ def test_ranks_that_wait_are_not_metered() -> None:
         seen.append(words)
 
     meter: Any = SimpleNamespace(turn=turn)
-    waiting = contender.Contender("single", None)
+    waiting = contender.Contender("single", None, Single())
     contender.run_block(waiting, 3, True, meter)
     assert not seen and len(waiting.block_seconds) == 1
     trainer = SimpleNamespace(step=lambda: torch.zeros(1), dataset=SimpleNamespace(train=SimpleNamespace()))
     trainer.dataset.train.labels = torch.zeros(1)
     trainer.handle, trainer.num_steps = SimpleNamespace(comm=None, deals=[]), 0
     trainer.batches = SimpleNamespace(num_learners=1, batch_size=8)
-    working = contender.Contender("single", trainer)
+    working = contender.Contender("single", trainer, Single())
     for timed in (False, True):
         contender.run_block(working, 3, timed, meter)
     assert seen == ["start", ("single", False), "start", ("single", True)]

@@ -249,6 +249,7 @@ def test_edges_that_go_two_ways_are_counted(tmp_path: Path) -> None:
     assert said.split(",")[0] in text
 
 
+@pytest.mark.slow
 def test_default_strategies_twice(tmp_path: Path) -> None:
     """Two real ranks. The same seed gives the same losses, bit for bit, however the ranks were started."""
     line = "--world-size 2 run.steps=6 data.batch_size=32 run.seed=3 strategy.period=2"

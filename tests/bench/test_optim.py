@@ -219,7 +219,10 @@ def test_traffic(optimizer: str, itemsize: int, expected: tuple[int, int]) -> No
     assert bytes_per_param(optimizer, itemsize) == expected
 
 
-@pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda comparison: comparison.name)
+@pytest.mark.parametrize(
+    "comparison",
+    [pytest.param(one, id=one.name, marks=pytest.mark.slow if "compile" in one.name else ()) for one in COMPARISONS],
+)
 def test_every_implementation_steps_where_it_is_installed(comparison: Any) -> None:
     for one in (comparison.left, comparison.right):
         if one.cuda_only or not one.is_installed():

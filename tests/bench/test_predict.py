@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.bench.predict import PredictConfig, predict
-from ddpcore.bench.step_model import Compute, Machine, Transfer
+from ddpcore import ALL, LocalSGD, Plan
+from ddpcore.bench.predict import KINDS, PredictConfig, steps_of
+from ddpcore.bench.step_model import Compute, Machine, Transfer, predict
 from helpers import ranks
 from helpers.drawn import words_drawn
 
@@ -21,25 +22,33 @@ ROW = {
 }  # fmt: skip
 
 
-def parts(*seconds: float) -> list[Transfer]:
-    return [Transfer(seconds=one) for one in seconds]
+def predicted(*plans: Plan, overlaps: bool = False, **seconds: list[float]) -> float:
+    """From the seconds of each kind of part. Messages have the sizes of the parameters."""
+    parts = {kind: [Transfer(seconds=one) for one in seconds.get(kind, [])] for kind in KINDS}
+    return predict(COMPUTE, steps_of(plans, parts, [300, 100], overlaps), MACHINE)
 
 
 def test_simultaneous_averages_share_their_time() -> None:
     """3 s and 1 s alone, 2 s together: 1.5 s start at half of the backward pass, 0.5 s at its end."""
-    assert predict("ssgd", COMPUTE, parts(3, 1, 2), [300, 100], 4, MACHINE) == pytest.approx(7.5)
-    assert predict("ssgd", COMPUTE, parts(0, 0, 0), [300, 100], 4, MACHINE) == pytest.approx(7)
+    assert predicted(Plan(ALL), messages=[3, 1], together=[2]) == pytest.approx(7.5)
+    assert predicted(Plan(ALL), messages=[0, 0], together=[0]) == pytest.approx(7)
 
 
 def test_the_mix_is_what_it_adds_to_the_exchange() -> None:
-    assert predict("dpsgd", COMPUTE, parts(5, 5.5), [], 4, MACHINE) == pytest.approx(7.5)
-    assert predict("dpsgd", COMPUTE, parts(5, 4.5), [], 4, MACHINE) == pytest.approx(7), (
-        "a mix never takes negative time"
-    )
+    assert predicted(Plan(), overlaps=True, exchange=[5], average=[5.5]) == pytest.approx(7.5)
+    assert predicted(Plan(), overlaps=True, exchange=[5], average=[4.5]) == pytest.approx(7), "never negative"
 
 
-def test_local_sgd_pays_once_a_period() -> None:
-    assert predict("local_sgd", COMPUTE, parts(2), [], 4, MACHINE) == pytest.approx(7.5)
+def test_weights_that_are_sent_after_the_step_are_not_hidden() -> None:
+    assert predicted(Plan(), exchange=[5], average=[5.5]) == pytest.approx(12.5)
+    assert predicted(Plan(), overlaps=True, average=[9]) == pytest.approx(10), "all with all, during the computation"
+
+
+def test_an_average_is_paid_in_its_step() -> None:
+    plans = [LocalSGD(4).plan(step) for step in range(4)]
+    assert predicted(*plans, average=[2]) == pytest.approx(7.5)
+    switch = [LocalSGD(2, switch_step=2).plan(step) for step in range(4)]
+    assert predicted(*switch, messages=[3, 1], together=[2], average=[2]) == pytest.approx((2 * 7.5 + 7 + 9) / 4)
 
 
 def test_one_bench_a_topology_and_transport() -> None:
@@ -50,7 +59,9 @@ def test_one_bench_a_topology_and_transport() -> None:
 
 
 REFUSED = [
-    ("--strategies ddp", "--strategies is 'ddp'"),
+    ("--strategies ddp", "--strategies: no part of ddp can be measured alone, leave it out: take ssgd"),
+    ("--strategies adpsgd", "--strategies: learners of adpsgd wait for nobody, so no step ends: leave it out"),
+    ("--strategies sgd", "--strategies: unknown strategy 'sgd'"),
     ("--topology moebius", "--topology: unknown topology 'moebius'"),
     ("--topology hypercube --world-size 6 data.batch_size=12", "6 learners are no power of two"),
     ("--transport ipc", "--transport ipc is for ranks on cuda"),
@@ -70,6 +81,21 @@ REFUSED = [
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
 def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
     refused(f"predict {line}", says)
+
+
+def test_the_parts_of_a_users_strategy(tmp_path: Path) -> None:
+    """Its plan says what is measured: gradients of all in even steps, weights of neighbours in odd steps."""
+    line = "predict --world-size 2 model=lenet5 data.batch_size=8 --rounds 2 --period 2 --topology ring,complete"
+    words = ("-m", "ddpcore.bench", *line.split(), "--strategies", "helpers.own_parts:Alternating,noloco")
+    done = ranks.python(*words, "--bucket-mb", "25", "--json", "out.json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    own, name = "helpers.own_parts:Alternating", "strategy"
+    assert [(row[name], row["topology"], row["bucket_mb"], row["num_buckets"]) for row in rows] == [
+        (own, "ring", 25, 1), ("noloco", "ring", None, None), (own, "complete", 25, 1),
+        ("noloco", "complete", None, None),
+    ]  # fmt: skip
+    assert all(row["comm_ms"] > 0 and row["predicted_ms"] > 0 for row in rows)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from ddpcore.bench import run
+from ddpcore import SSGD
+from ddpcore.bench import contender, run
 from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
 from ddpcore.bench.contender import Contender
+from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_json, to_json
 from helpers import bench_death, ranks
+from helpers.own_parts import Lone, Quiet, Unknown
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5, 6, 10, 11, 12, 99, 100, 300, 1234])
@@ -102,6 +106,25 @@ def test_rows() -> None:
     assert rows["dpsgd"]["loss_last"] is None
 
 
+def test_a_users_baseline_of_one_learner_is_treated_as_single() -> None:
+    """Its traits say so: other ranks are idle, and nothing is exposed. Its work is that of torch's optimizer."""
+    lone, quiet = "helpers.own_parts:Lone", "helpers.own_parts:Quiet"
+    resolved = resolved_of(strategies=("ssgd", lone))
+    results = [result("ssgd", 0.25, 10), result(lone, 1.0, 10), result("compute", 0.1, 10)]
+    rows = {row["strategy"]: row for row in run._rows(resolved, results)}
+    assert (rows[lone]["world_size"], rows[lone]["exposed_comm_ms"], rows["ssgd"]["world_size"]) == (1, None, 2)
+    assert resolved.train_config(lone).strategy.learners == 1
+    idle = [contender.is_idle(name, resolved, World(rank=1, world_size=2)) for name in (lone, "ssgd", "compute")]
+    assert idle == [True, False, False]
+    assert [contender.compute_of(name) for name in (quiet, "ddp", "ssgd")] == ["compute", "compute", "own_compute"]
+
+
+def test_bytes_of_baselines_follow_from_their_traits() -> None:
+    trainer = SimpleNamespace(handle=SimpleNamespace(learner=None, model=nn.Linear(3, 1, bias=False)))
+    sent = [Contender("x", trainer, one()).bytes_per_step(2) for one in (Lone, Quiet, Unknown)]
+    assert sent == [0.0, 12.0, None]
+
+
 def test_exposed_communication_is_the_median_of_pairs() -> None:
     """Every second round is five times faster. Only paired differences show the 50 ms."""
     slow = [1.0, 0.2] * 5
@@ -135,6 +158,7 @@ def test_rows_without_ddp_have_no_ratio() -> None:
     assert rows[0]["exposed_comm_ms"] is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     """Rank 0 is killed in dpsgd's 13th step: the others finish all strategies, and the table says who is left."""
     words = [sys.executable, "-c", "from helpers.bench_death import main; main()", str(tmp_path)]
@@ -155,7 +179,7 @@ def test_samples_of_a_block_in_which_a_rank_died() -> None:
     """Three learners with 20 samples each until step 5, then two."""
     batches = SimpleNamespace(batch_size=60, num_learners=3)
     handle = SimpleNamespace(deals=((5, (0, 2)),))
-    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle))
+    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle), SSGD())
     assert [one.samples_of(first, 4) for first in (0, 3, 6)] == [240, 60 + 60 + 40 + 40, 160]
 
 

@@ -7,18 +7,19 @@ import json
 import pytest
 
 from ddpcore.bench.__main__ import main
-from ddpcore.bench.stats import WATCHES, StatsConfig
+from ddpcore.bench.stats import WATCHED, StatsConfig
 from helpers.drawn import words_drawn
 
 
 def test_a_run(tmp_path, capsys):
     file = tmp_path / "stats.json"
-    words = "stats --backend virtual --model mlp --batch-size 4 --every 2 --blocks 2 --strategy dpsgd --json"
+    words = "stats --backend virtual model=mlp data.batch_size=8 --world-size 2 --every 2 --blocks 2"
+    words += " --strategies dpsgd --json"
     assert main([*words.split(), str(file)]) == 0
     assert "a record every 2 steps" in " ".join(capsys.readouterr().out.split())
     result = json.loads(file.read_text())
     rows = {row["statistics"]: row for row in result["rows"]}
-    assert list(rows) == list(WATCHES)
+    assert list(rows) == list(WATCHED)
     assert rows["off"]["num_records"] == rows["off again"]["num_records"] == 0
     assert rows["free"]["num_records"] == rows["all"]["num_records"] > 1
     assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
@@ -32,11 +33,14 @@ def test_a_run(tmp_path, capsys):
         ("--every 0", "--every is 0"),
         ("--blocks 0", "--blocks is 0"),
         ("--world-size 1", "needs two batches"),
-        ("--strategy push_sum", "--strategy is 'push_sum'"),
-        ("--model gpt", "--model: unknown model 'gpt'"),
-        ("--backend nccl", "--backend is 'nccl'"),
-        ("--device tpu", "--device is 'tpu'"),
-        ("--device cuda", "use --backend virtual"),
+        ("--strategies push_sum", "--strategies: push_sum trains no mean that statistics could follow: take ssgd"),
+        ("--strategies ddp", "--strategies: ddp trains no mean"),
+        ("--strategies sgd", "--strategies: unknown strategy 'sgd'"),
+        ("--strategies ssgd,dpsgd", "--strategies has 2 names: give one"),
+        ("model=gpt", "model: unknown model 'gpt'"),
+        ("--backend mpi", "--backend is 'mpi'"),
+        ("run.device=tpu", "run.device is 'tpu'"),
+        ("data.batch_size=3", "batch size 3"),
         ("--json /", "is a folder"),
     ],
 )
@@ -48,4 +52,5 @@ def test_refusals(words, message, capsys):
 
 def test_defaults_are_those_of_the_goal():
     config = StatsConfig()
-    assert (config.model, config.batch_size, config.every) == ("lenet5", 256, 50)
+    training = config.train_config("ssgd")
+    assert (training.model.name, training.data.batch_size, config.every) == ("lenet5", 4 * 256, 50)

@@ -12,6 +12,7 @@ from ddpcore import Ring
 from ddpcore.strategies.dpsgd import ORDERS
 
 
+@pytest.mark.slow
 def test_average_while_computing_diverges_where_the_others_do_not() -> None:
     lowest = np.linalg.eigvalsh(Ring().matrix(0, 16))[0]
     assert lowest == pytest.approx(-1 / 3)

@@ -11,6 +11,7 @@ from ddpcore.comm import VirtualCommunicator, reductions
 from ddpcore.comm.virtual import ElasticVirtualCommunicator
 from helpers import group_ranks as helper
 from helpers import ranks
+from helpers.each import each
 
 CASES = [
     (name, size, dtype, way, place)
@@ -50,7 +51,7 @@ def test_virtual_learners(size: int, num_groups: int) -> None:
     assert comm.bytes_sent == 8 * 37 * (size - 1)
 
 
-@pytest.mark.parametrize(("name", "size", "dtype", "way", "place"), CASES, ids=str)
+@each(("name", "size", "dtype", "way", "place"), CASES)
 def test_ranks_have_the_bits_of_virtual_learners(
     name: str, size: int, dtype: torch.dtype, way: str, place: str, seen: list[dict[str, Any]]
 ) -> None:
@@ -72,7 +73,7 @@ def test_ranks_have_the_bits_of_virtual_learners(
         assert torch.equal(rows, expected)
 
 
-@pytest.mark.parametrize(("name", "size", "dtype", "way", "place"), CASES, ids=str)
+@each(("name", "size", "dtype", "way", "place"), CASES)
 def test_bytes(name: str, size: int, dtype: torch.dtype, way: str, place: str, seen: list[dict[str, Any]]) -> None:
     """Those of an average of so many learners; none if the learners of a group are on one rank."""
     num = 37 if is_partial(name, place) else 50

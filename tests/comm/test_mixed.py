@@ -14,6 +14,7 @@ from ddpcore.comm.mixed import MixedCommunicator, count_edges
 from ddpcore.strategies.base import Traits, check_transport
 from helpers import mixed_ranks as helper
 from helpers import oracle, ranks
+from helpers.each import each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ def virtual() -> dict[Any, Any]:
     return {case: oracle.train(case) for case in helper.CASES}
 
 
-@pytest.mark.parametrize(("place", "case"), CASES, ids=str)
+@each(("place", "case"), CASES)
 def test_ranks_have_the_bits_of_virtual_learners(
     place: str, case: Any, real: list[dict[str, Any]], virtual: dict[Any, Any]
 ) -> None:

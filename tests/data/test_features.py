@@ -130,7 +130,7 @@ def test_pickles_in_an_archive_are_not_run(tmp_path: Path) -> None:
 def test_samples_of_different_sizes(tmp_path: Path) -> None:
     write(tmp_path / "train" / "a.npz", arrays(4))
     write(tmp_path / "train" / "b.npz", arrays(4, frames=2))
-    refused(tmp_path, "b.npz: samples are [2, 4], those of a.npz [3, 4], make them equal")
+    refused(tmp_path, "b.npz: samples are [2, 4], the samples of a.npz [3, 4], make them equal")
     write(tmp_path / "train" / "b.npz", arrays(4))
     write(tmp_path / "test" / "c.npz", arrays(4, num_features=5))
     refused(tmp_path, "train has samples of [3, 4], test of [3, 5], make them equal")

@@ -53,6 +53,68 @@ def test_against_the_gradients_themselves(distributed):
         assert sum(part.trace for part in record.segments.values()) == pytest.approx(record.whole.trace, rel=1e-10)
 
 
+class Joined(nn.Module):
+    """Parameters that one operation joins: their gradients share memory, though none is a view."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.full((3,), 0.5 + index) for index in range(3))
+        self.alone = nn.Parameter(torch.ones(9))
+        self.join = join
+
+    def forward(self, x):
+        return x @ (self.join(list(self.parts)).flatten() * self.alone)
+
+
+JOINS = {
+    "cat": torch.cat,
+    "stack": torch.stack,
+    "twice": lambda parts: torch.cat([torch.cat(parts[:2]), parts[2]]) + torch.cat(parts),
+    "some alone": lambda parts: torch.cat([torch.cat(parts[:2]), parts[2] * 2]),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_share_memory(join, set_to_none):
+    torch.manual_seed(0)
+    model = Joined(JOINS[join])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    statistics = NoiseStatistics(model, optimizer, 1, batch_size=4)
+    expected = []
+    for _ in range(3):
+        rows = []
+        for _ in range(4):
+            loss = model(torch.randn(4, 9)).square().mean()
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            rows.append(torch.cat([one.double().flatten() for one in found]))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        stacked = torch.stack(rows)
+        expected.append([stacked.square().sum(1).mean().item(), stacked.mean(0).square().sum().item()])
+    own, mean = torch.tensor(expected, dtype=torch.float64).mean(0).tolist()
+    record = statistics.records[-1]
+    assert record.valid, record.reason
+    assert record.whole.trace == pytest.approx(4 * 4 * (own - mean) / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_a_write_between_passes_is_seen_in_shared_memory(join):
+    """Three passes, and a program that scales a gradient after the first: the passes from then on count."""
+    torch.manual_seed(0)
+    model = Joined(JOINS[join])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    statistics = NoiseStatistics(model, optimizer, 1, batch_size=4)
+    for number in range(2):
+        if number:
+            model.parts[0].grad.mul_(0.5)
+        model(torch.randn(4, 9)).square().mean().backward()
+    optimizer.step()
+    assert not statistics.records[0].valid
+    assert statistics.records[0].reason.startswith("the estimate needs two batches")
+
+
 def test_one_pass_is_not_enough():
     weights, statistics, _ = train(True, 1)
     assert [record.valid for record in statistics.records] == [False, False]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore.diagnostics import DataLoss, Hessian
-from ddpcore.diagnostics.spectra import Operator, spectral_density, trace
+from ddpcore.diagnostics.spectra import Operator, extreme_eigenvalues, spectral_density, trace
 from ddpcore.models.vit import ViT
 
 SIZES = (7, 9, 4)
@@ -227,10 +227,10 @@ def test_density_has_the_moments_of_the_matrix() -> None:
     full, operator = matrix(40)
     found = spectral_density(operator, 3, 6, seed=5)
     generator = torch.Generator().manual_seed(5)
-    probes = operator.signs(3, generator)
+    probes = operator.directions(3, generator)
     powered = probes
     for power in range(12):
-        moments = ((probes * powered).sum(dim=1) / 40).numpy()
+        moments = (probes * powered).sum(dim=1).numpy()
         assert found.moment(power).value == pytest.approx(moments.mean(), rel=1e-8, abs=1e-8)
         powered = powered @ full
     assert found.weights.sum(axis=1) == pytest.approx(1.0)
@@ -249,8 +249,30 @@ def test_density_of_a_matrix_with_few_eigenvalues() -> None:
     operator = Operator(product=lambda rows: rows * scale, numel=50, like=torch.zeros(1, dtype=torch.float64))
     scale = torch.tensor([2.0, -1.0], dtype=torch.float64).repeat(25)
     found = spectral_density(operator, 2, 20, seed=0)
-    assert found.moment(1).value == pytest.approx(0.5, abs=1e-10)
-    assert found.moment(2).value == pytest.approx(2.5, abs=1e-10)
+    probes = operator.directions(2, torch.Generator().manual_seed(0))
+    shares = probes[:, ::2].square().sum(dim=1).numpy()  # of the eigenvalue 2
+    assert found.moment(1).value == pytest.approx((2 * shares - (1 - shares)).mean(), abs=1e-10)
+    assert found.moment(2).value == pytest.approx((4 * shares + (1 - shares)).mean(), abs=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("rows", [[(4, 5, 1.0)], [(0, 1, -3.0)], [(0, 1, 1.0), (7, 8, -2.0)]])
+def test_no_probe_misses_what_signs_cannot_see(seed, rows):
+    """A sum of ``c (w_i - w_j)^2``: vectors of signs lie in its null space with one chance in two for each term."""
+    full = torch.zeros(40, 40, dtype=torch.float64)
+    for i, j, scale in rows:
+        difference = torch.zeros(40, dtype=torch.float64)
+        difference[i], difference[j] = 1.0, -1.0
+        full += 2 * scale * torch.outer(difference, difference)
+    operator = Operator(product=lambda vectors: vectors @ full, numel=40, like=full)
+    expected = torch.linalg.eigvalsh(full).numpy()
+    found = extreme_eigenvalues(operator, 1, 1, seed=seed, tolerance=1e-8, max_products=200)
+    assert found.values == pytest.approx([expected[-1], expected[0]], abs=1e-6)
+    assert float(found.residuals.max()) < 1e-5
+    estimate = trace(operator, 6, seed=seed)
+    assert estimate.value == pytest.approx(float(full.trace()), abs=1e-8)
+    moment = spectral_density(operator, 2, 5, seed=seed).moment(2)
+    assert moment.value > 0 and moment.error > 0
 
 
 class Kept:

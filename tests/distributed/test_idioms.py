@@ -1,61 +1,24 @@
-"""Ordinary idioms of PyTorch around ``distribute``: the weights of the plain loop, or an error that names the cause."""
+"""Ordinary idioms of PyTorch around ``distribute``: the weights of the plain loop, or an error that names the cause.
+
+Here averages of gradients, on which hooks, scalers and closures act. ``test_idioms_of_weights.py`` averages weights.
+"""
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import ranks
-from helpers.idioms.run import STRATEGIES, execute
+from helpers.idioms.check import check_worlds
 from helpers.idioms.table import IDIOMS
 
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[Any, Any]]:
-    return ranks.run("idiom_ranks", 2)
+    return ranks.run("idiom_ranks", 2, more=[["ssgd"]] * 2)
 
 
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom(name: str, seen: list[dict[Any, Any]]) -> None:
-    """In all its worlds, with all strategies: what fails is named together."""
-    failed = []
-    for strategy in STRATEGIES:
-        for world in IDIOMS[name].worlds:
-            try:
-                check(name, strategy, world, seen)
-            except AssertionError as error:
-                failed.append(f"{strategy}, {world}: {error}")
-    assert not failed, f"{name}:\n" + "\n".join(failed)
-
-
-def check(name: str, strategy: str, world: str, seen: list[dict[Any, Any]]) -> None:
-    """The weights of the plain loop, or the error that names the cause."""
-    one = IDIOMS[name]
-    plain = [rank[name, strategy, "plain"] for rank in seen]
-    if world == "ranks":
-        results = [rank[name, strategy, world] for rank in seen]
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results = [execute(one, strategy, world)]
-    message = one.message(strategy)
-    if message is not None:
-        for result in results:
-            assert re.search(message, result.get("error", "no error")), result.get("error", "no error")
-            assert len(result["error"]) < 300
-        return
-    for result in (*plain, *results):
-        assert "error" not in result, result["error"]
-    if world == "virtual":
-        rows = [[stack[j] for stack in results[0]["weights"]] for j in range(2)]
-        results = [{"weights": row, "mean": results[0]["mean"]} for row in rows]
-    for result, expected in zip(results, plain, strict=True):
-        for kind in ("weights", "mean"):
-            assert len(result[kind]) == len(expected[kind])
-            for ours, theirs in zip(result[kind], expected[kind], strict=True):
-                size = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=size * 10.0**-one.digits, msg=f"{kind} of {name}")
+    check_worlds(name, "ssgd", seen)

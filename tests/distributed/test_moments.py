@@ -75,6 +75,7 @@ class Valley(nn.Module):
         return slope / 2 * (self.weight - centre).square()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_local_moments_alone_miss_the_minimum_and_averaged_ones_find_it(kind):
     """One learner pulls with slope 9 towards 1, one with slope 1 towards -1: the mean loss is least at 0.8.

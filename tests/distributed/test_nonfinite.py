@@ -23,6 +23,7 @@ from ddpcore.strategies.learner import (
 from helpers import nonfinite_ranks as helper
 from helpers import ranks
 from helpers.connection import connected
+from helpers.each import each
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def averages(case: helper.Case) -> bool:
     return case.strategy == "ssgd" or (case.strategy == "post_local" and case.bad_step == 0)
 
 
-@pytest.mark.parametrize(("case", "transport"), helper.RUNS, ids=str)
+@each(("case", "transport"), helper.RUNS)
 def test_ranks_do_what_virtual_learners_do(
     case: helper.Case, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]
 ) -> None:
@@ -59,7 +60,7 @@ def test_ranks_do_what_virtual_learners_do(
             assert (one.found, one.errors) == ((own.found, own.errors) if averages(case) else ([], []))
 
 
-@pytest.mark.parametrize("case", helper.CASES, ids=str)
+@each("case", helper.CASES)
 def test_learner_step_and_parameter_are_named(case: helper.Case, virtual: dict[Any, Any]) -> None:
     assert case.bad_step is not None
     found, errors = virtual[case].found, virtual[case].errors

@@ -85,20 +85,6 @@ def test_parameters_that_no_learner_uses(strategy_name: str, make: Any) -> None:
     assert not torch.allclose(model.first.weight, moving)
 
 
-def test_a_parameter_first_used_late_is_refused_by_ssgd() -> None:
-    torch.manual_seed(0)
-    model = training.Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    inputs, labels = training.samples(2, 4)
-    training.loss_of(handle.model(inputs), labels).backward()
-    optimizer.step()
-    for one in handle.models:
-        one.branch = "second"
-    with pytest.raises(RuntimeError, match=r"second\.(weight|bias).*first step"):
-        training.loss_of(handle.model(inputs), labels).backward()
-
-
 def test_dampening_of_a_parameter_whose_gradient_comes_later() -> None:
     """torch starts a momentum buffer undampened at the first gradient of each parameter."""
     ends = []

@@ -118,7 +118,7 @@ def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
 
 
 def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:
-    """The set of used parameters is part of the state: after a restart an unused one still gets a zero gradient."""
+    """After a restart, too, a parameter that nobody uses has no gradient."""
     ends = []
     for restart in (False, True):
         torch.manual_seed(0)
@@ -218,6 +218,19 @@ def test_state_goes_to_and_from_torch() -> None:
         ends.append(training.weights_of_learners(handle))
     training.assert_near(ends[0], ends[2])
     training.assert_near(ends[1], ends[2])
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_state_of_version_0_1_is_refused(learners: int) -> None:
+    """It has no ``learners``, and its strategies lack keys."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.PushSum(ddpcore.Ring()), learners=learners)
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    old = {key: value for key, value in state.items() if key not in ("format", "learners", "policies")}
+    with pytest.raises(ValueError, match=r"^the state was saved by ddpcore 0\.1: resume with .*, or begin anew$"):
+        handle.load_state_dict(old)
 
 
 def test_forward_without_gradient_changes_nothing() -> None:

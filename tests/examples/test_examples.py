@@ -87,6 +87,7 @@ def test_ddp_to_gossip(tmp_path: Path, strategy: str) -> None:
     assert second == ""
 
 
+@pytest.mark.slow
 def test_gossip_under_torchrun(tmp_path: Path) -> None:
     check_gossip(torchrun(tmp_path, "ddp_to_gossip.py", "--steps", 60, "--batch-size", 64), "dpsgd")
 
@@ -163,6 +164,7 @@ def test_average_for_deployment(tmp_path: Path) -> None:
     assert f"{(tmp_path / 'averaged.safetensors').stat().st_size} bytes" in printed
 
 
+@pytest.mark.slow
 def test_fsdp2_lamb(tmp_path: Path) -> None:
     words = ("--steps", 40, "--batch-size", 256, "--folder", "fsdp2")
     first, second = two_ranks(tmp_path, "fsdp2_lamb.py", *words)

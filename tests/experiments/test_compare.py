@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments.compare import compare
-from ddpcore.experiments.folder import Folder
+from ddpcore.records.study import Folder
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -145,7 +145,7 @@ def test_notes_and_claims_of_all_folders_appear_once(main: Main, tiny: Path, fol
     for name, value in (("question", "What?"), ("metrics", ["accuracy_pct"])):
         (other / "manifest.json").write_text(json.dumps(manifest | {name: value}))
         code, _, error = main("compare", folder.path, other)
-        assert code == 2 and f"its {name} differs from that of" in error
+        assert code == 2 and f"its {name} differs from the {name} of" in error
 
 
 def test_published_numbers_that_were_corrected(main: Main, tiny: Path, tmp_path: Path) -> None:

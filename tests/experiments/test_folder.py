@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments import commands as command
-from ddpcore.experiments.folder import Folder, read_results
 from ddpcore.experiments.plan import Datasets, RunPlan
+from ddpcore.records.study import Folder, read_manifest, read_results
 from ddpcore.storage.files import locked
 from ddpcore.training import run as engine_run
 from ddpcore.training.loop import Loop
@@ -144,7 +144,7 @@ def test_a_study_that_was_run_meanwhile_is_not_changed(
 
     monkeypatch.setattr(command, "check_data", slowly)
     refused(main("run", tiny, "--out", out, "--rows", "b", "--seeds", 1), "contains this study already")
-    assert list(Folder(out).manifest()["rows"]) == ["a"]
+    assert list(read_manifest(out)["rows"]) == ["a"]
 
 
 def test_a_result_names_every_commit_and_machine_of_its_run(

@@ -123,7 +123,7 @@ def test_solutions_and_eigenvectors(runs: Path, main: Main) -> None:
 def test_processes_share_the_points(runs: Path) -> None:
     """Also with eigenvalues at each point. The bits are those of one process, which does not use vmap for so few."""
     for num in (1, 2):
-        words = ("landscape", runs / "a", "--points", 5, "--samples", 20, "--ratio", "--batch-norm", "recalibrate")
+        words = ("landscape", runs / "a", "--points", 3, "--samples", 20, "--ratio", "--batch-norm", "recalibrate")
         more = ("--out", runs / str(num), "--world-size", num)
         ended = ranks.python("-m", "ddpcore.experiments", *words, *more, cwd=runs)
         assert ended.returncode == 0, ended.stderr
@@ -132,6 +132,7 @@ def test_processes_share_the_points(runs: Path) -> None:
         assert np.array_equal(values, ones[1].values[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2])
 def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
     """The signal goes to all processes, as from a terminal."""

@@ -14,7 +14,7 @@ from ddpcore import training
 from ddpcore.bench.__main__ import main as bench
 from ddpcore.data import load_dataset
 from ddpcore.display.plot_option import check_plot
-from ddpcore.experiments.folder import Folder
+from ddpcore.experiments.plan import check_folder
 from ddpcore.experiments.study import load_study
 from ddpcore.records.run import RECORD
 from ddpcore.records.surface import read_surface
@@ -102,7 +102,7 @@ def _removed(path: Path) -> None:
 def _not_empty(path: Path) -> None:
     path.mkdir()
     (path / "other").touch()
-    Folder(path).check({}, resume=False)
+    check_folder(path, {}, resume=False)
 
 
 def _another_run(path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ddpcore.experiments import study
-from ddpcore.experiments.folder import Folder
-from ddpcore.experiments.plan import Datasets, backend_of, check_data, make_plan
+from ddpcore.experiments.plan import Datasets, backend_of, check_data, check_folder, make_plan
+from ddpcore.records.study import Folder
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.config import merged
@@ -160,10 +160,10 @@ def test_a_folder_of_other_ranks_is_not_resumed(change: dict[str, Any], says: st
         tiny.write_text(text.replace('"ssgd" = {', f'"ssgd" = {{ {entries},'))
         return make_plan(study.find_study(str(tiny)), folder).manifest
 
-    folder.begin(manifest())
-    folder.check(manifest(), resume=True)
+    folder.begin(manifest(), print)
+    check_folder(folder.path, manifest(), resume=True)
     with pytest.raises(ValueError, match=f"{says}: take another folder"):
-        folder.check(manifest(**change), resume=True)
+        check_folder(folder.path, manifest(**change), resume=True)
 
 
 def test_ranks_that_would_share_a_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.experiments.folder import Folder
-from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.records.checkpoint import steps_of
+from ddpcore.records.study import Folder
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -192,7 +192,7 @@ def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path
     check(main("run", tiny, "--out", done, *words, "--resume"), "model is 'simplenet', not 'mlp'")
     (ours / "record.jsonl").unlink()
     before = files(done)
-    assert Checkpoints(folder=ours / "checkpoints", config={}).steps()
+    assert steps_of(ours / "checkpoints")
     check(main("run", tiny, "--out", done, *words, "--resume"), "model is 'simplenet', not 'mlp'")
     assert files(done) == before
 

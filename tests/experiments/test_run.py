@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from ddpcore.experiments import hosts, study
-from ddpcore.experiments.folder import Folder
 from ddpcore.experiments.plan import Datasets, make_plan
 from ddpcore.experiments.run import run
+from ddpcore.records.study import Folder, read_manifest
 from ddpcore.training import RunRecord, train
 from helpers import ranks
 
@@ -83,7 +83,7 @@ def test_scale_rows_seeds_and_set(main: Main, tiny: Path, tmp_path: Path) -> Non
     config = RunRecord.read(Folder(out).run_path("b", 6)).header["config"]
     assert (config["optimizer"]["lr"], config["run"]["steps"], config["run"]["seed"]) == (0.25, 2, 6)
     assert config["optimizer"]["momentum"] == 0.5
-    assert Folder(out).manifest()["set"] == {"optimizer.momentum": 0.5}
+    assert read_manifest(out)["set"] == {"optimizer.momentum": 0.5}
 
 
 def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) -> None:
@@ -95,12 +95,13 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
     assert "not repeated: 1\n" in text and "a, seed 0" not in text
     assert {name: files(out / "runs")[name] for name in before} == before
     assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1)}
-    manifest = Folder(out).manifest()
+    manifest = read_manifest(out)
     assert (list(manifest["rows"]), manifest["seeds"]) == (["a", "b"], [0, 1])
     assert main("run", tiny, "--out", out, "--rows", "[ab],s*", "--seeds", 1, "--resume")[0] == 0
     assert set(Folder(out).results()) == {("a", 0), ("a", 1), ("b", 0), ("b", 1), ("ssgd", 0)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a row: the resumed run ends with the numbers of an undisturbed one."""
     words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
@@ -219,6 +220,7 @@ def permitted() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_and_ranks_that_are_killed(tiny: Path, tmp_path: Path) -> None:
     """A row that fails on its ranks is recorded; one that loses a rank resumes and ends with the undisturbed result."""
     text = tiny.read_text()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.training.checkpoint import Checkpoints
+from ddpcore.records.checkpoint import steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path
         _, error = started.communicate(timeout=SECONDS)
     assert started.returncode == 130, error
     assert "and saved: go on with --resume" in error.splitlines()[-1]
-    (step,) = Checkpoints(folder=path / "checkpoints", config={}).steps()
+    (step,) = steps_of(path / "checkpoints")
     assert f"after step {step} of 1000000" in error
     (first, *_) = (json.loads(line) for line in (path / "record.jsonl").read_text().splitlines())
     assert first["ranks"] == 2
@@ -79,7 +79,7 @@ def test_runs_side_by_side_are_all_saved(side_by_side: tuple[subprocess.Popen[st
     assert started.returncode == 130, error
     assert "and saved: go on with --resume" in error.splitlines()[-1]
     for row in "ab":
-        (step,) = Checkpoints(folder=out / "runs" / row / "seed-0" / "checkpoints", config={}).steps()
+        (step,) = steps_of(out / "runs" / row / "seed-0" / "checkpoints")
         assert 0 < step < 1000000
     assert not (out / "results.jsonl").exists()
 

@@ -7,6 +7,7 @@ import pytest
 from ddpcore.data import ShardedBatches, load_dataset
 from ddpcore.experiments import study
 from ddpcore.experiments.claims import Outcome, judge
+from helpers.each import each
 
 NAMES = (
     "batch-size-cifar10",
@@ -98,7 +99,7 @@ def test_names() -> None:
     assert study.STUDIES.names() == NAMES
 
 
-@pytest.mark.parametrize("scale", study.SCALES)
+@each("scale", study.SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
     loaded = study.find_study(name)
@@ -110,7 +111,7 @@ def test_every_row_is_a_valid_run(name: str, scale: str) -> None:
             assert row.ranks, f"{row.name}: ddp needs real ranks"
 
 
-@pytest.mark.parametrize(("name", "row", "metric", "value"), PUBLISHED)
+@each(("name", "row", "metric", "value"), PUBLISHED)
 def test_published_numbers(name: str, row: str, metric: str, value: float) -> None:
     assert study.find_study(name).rows[row].published[metric] == value
 

@@ -1,7 +1,7 @@
-"""Ranks with live weights over gloo, whose interpreters end as those of programs do: ``exit_ranks.py HOW TIMES``.
+"""Ranks with live weights over gloo, whose interpreters end as those of programs do: ``exit_ranks.py TIMES``.
 
 It must be started as a process of its own: a process of ``forked`` ends without the interpreter's clean-up, in which a
-thread that wakes up aborts a process. Prints the exit codes of all ranks, one line each time.
+thread that wakes up aborts a process. Prints a line each time: how they ended, and the exit codes of all ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ddpcore.comm import ProcessGroupCommunicator
 from ddpcore.comm.base import Job
 
 RANKS, MEETINGS, FAILS = 3, 30, 10
+HOW = ("orderly", "forked", "early", "error")
 
 
 def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
@@ -54,17 +55,18 @@ def rank_of(rank: int, store: Path, how: str, seed: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    how, times = sys.argv[1], int(sys.argv[2])
-    for seed in range(times):
-        store = Path(tempfile.mkdtemp()) / "store"
-        pids = []
-        for rank in range(RANKS):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                rank_of(rank, store, how, seed)
-        print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
-        store.unlink(missing_ok=True)
-        store.parent.rmdir()
+    for how in HOW:
+        for seed in range(int(sys.argv[1])):
+            store = Path(tempfile.mkdtemp()) / "store"
+            pids = []
+            for rank in range(RANKS):
+                pids.append(os.fork())
+                if pids[-1] == 0:
+                    rank_of(rank, store, how, seed)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            print(how, *codes, flush=True)
+            store.unlink(missing_ok=True)
+            store.parent.rmdir()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 # Of two learners, real or virtual: without dropout, whose masks differ from rank to rank.
 PLAIN: dict[str, Any] = {"strategy": {"name": "dpsgd", "learners": 2}, "model": {"dropout": 0.0}}
-HESSIAN: dict[str, Any] = {"run": {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2}}
+# A small model: the iteration for an eigenvalue takes hundreds of products.
+HESSIAN: dict[str, Any] = {
+    "run": {"hessian_every": 3, "hessian_samples": 12, "hessian_top": 2},
+    "model": {"widths": [2, 2, 4, 4]},
+}
 GROWTHS = {"grew at 2": 2, "grows at 3": 3, "will grow at 4": 4}
 WATCHED: dict[str, Any] = merged(merged(PLAIN, HESSIAN), {"run": {"statistics_every": 2, "flatness_samples": 20}})
 

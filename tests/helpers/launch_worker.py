@@ -42,11 +42,6 @@ def train(world: World, folder: str) -> None:
     Path(folder, f"{world.rank}.json").write_text(json.dumps({"world": place, "losses": losses, "weights": weights}))
 
 
-def threads(world: World, folder: str) -> None:
-    """How many threads this rank computes with."""
-    Path(folder, f"{world.rank}.json").write_text(json.dumps(torch.get_num_threads()))
-
-
 def raises(world: World, folder: str) -> None:
     """Rank 1 fails while the others wait for it in a collective."""
     dist.barrier()
@@ -80,9 +75,9 @@ def hangs(world: World, folder: str) -> None:
 
 
 def listens(world: World, folder: str) -> None:
-    """Where this rank, and rank 0's parent too, listen on TCP, after the ranks have connected."""
+    """Where this rank, and rank 0's parent too, listen on TCP, after the ranks have connected; and its threads."""
     dist.all_reduce(torch.zeros(4))
-    found = {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
+    found = {"rank": listening(os.getpid()), "parent": listening(os.getppid()), "threads": torch.get_num_threads()}
     Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
     dist.barrier()
 

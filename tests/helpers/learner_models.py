@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.learner_models import LearnerModels, copies_of
+from ddpcore.parameters.learner_models import LearnerModels
 
 
 def learners(model: nn.Module, n: int, vectorize: Any) -> LearnerModels:

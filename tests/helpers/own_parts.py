@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ddpcore import DPSGD, LocalSGD, Ring, Round, Strategy, Topology, Traits
+from ddpcore import ALL, DPSGD, SSGD, LocalSGD, Plan, Ring, Round, Strategy, Topology, Traits
+from ddpcore.comm.process import ProcessGroupCommunicator
+from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.strategies.base import Baseline
 from ddpcore.strategies.learner import Learner
 
 
@@ -32,6 +35,62 @@ class ChecksNothing(Strategy):
         learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
 
 
+class Alternating(SSGD):
+    """All average their gradients in even steps, and neighbours their weights in odd steps; right."""
+
+    name: ClassVar[str] = "alternating"
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        super().__init__()
+        self.topology = topology or Ring()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(averages_gradients=True)
+
+    def plan(self, step: int) -> Plan:
+        return Plan(1 if step % 2 else ALL)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        if learner.step % 2 == 0:
+            super().bucket_ready(learner, columns)
+
+    def after_step(self, learner: Learner) -> None:
+        if learner.step % 2 == 0:
+            learner.check_sent()
+            learner.comm.mix_(learner.flat.param_LP, self.topology, learner.step - 1)
+
+
+class Quiet(Baseline):
+    """It says that it averages gradients, and has no buckets."""
+
+    name: ClassVar[str] = "quiet"
+    traits: ClassVar[Traits] = Traits(averages_gradients=True)
+
+    def connect(self, group: Any) -> Any:
+        return ProcessGroupCommunicator(group)
+
+    def wrap(self, model: Any, group: Any) -> Any:
+        return model
+
+
+class Lone(Quiet):
+    """One learner with the whole batch, as ``single``; right."""
+
+    name: ClassVar[str] = "lone"
+    traits: ClassVar[Traits] = Traits(transports=("virtual",), most_learners=1)
+
+    def connect(self, group: Any) -> Any:
+        return VirtualCommunicator(1)
+
+
+class Unknown(Quiet):
+    """It averages something else, of unknown size."""
+
+    name: ClassVar[str] = "unknown"
+    traits: ClassVar[Traits] = Traits()
+
+
 class SaysNoPeriod(MeanOfWeights):
     """Wrong: it averages in every third step, and the plan says in every step."""
 
@@ -40,6 +99,36 @@ class SaysNoPeriod(MeanOfWeights):
     def after_step(self, learner: Learner) -> None:
         if learner.step % 3 == 0:
             super().after_step(learner)
+
+
+class AveragesGradientsAnyway(MeanOfWeights):
+    """Wrong: the plan says that each learner keeps its own gradient."""
+
+    name: ClassVar[str] = "averages_anyway"
+
+    def before_step(self, learner: Learner) -> None:
+        learner.flat.gather_grads()
+        learner.comm.average_(learner.flat.grad_LP, learner.step).wait()
+
+
+class AveragesNoGradients(MeanOfWeights):
+    """Wrong: the plan says that gradients are averaged."""
+
+    name: ClassVar[str] = "averages_none"
+    traits: ClassVar[Traits] = Traits(averages_gradients=True)
+
+
+class SaysLargerGroups(LocalSGD):
+    """Wrong: groups of two average their gradients, and the plan says groups of four."""
+
+    def __init__(self) -> None:
+        super().__init__(period=2, group=2)
+
+    def plan(self, step: int) -> Plan:
+        return replace(super().plan(step), gradients=4)
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        self._works.append(learner.comm.average_groups_(columns, 2, learner.step))
 
 
 class KnowsItsRank(MeanOfWeights):

@@ -24,7 +24,7 @@ RUNS = {
     **images.STRATEGIES,
     "ddp": {"strategy": "ddp", "optimizer": {"name": "torch_sgd", "momentum": 0.9}},
     "process group": {"strategy": {"name": "dpsgd", "transport": "pg"}},
-    "plain": images.PLAIN,
+    "plain": merged(images.PLAIN, {"model": images.HESSIAN["model"]}),  # of the size of "watched"
     "watched": images.WATCHED,
     # a crash after step 3: the batch has grown, grows now, and grows later
     **{name: {"strategy": "dpsgd", "data": {"batch_growth": [[step, 24]]}} for name, step in images.GROWTHS.items()},

@@ -15,6 +15,7 @@ from ddpcore.ops import Mixture, Noise, reference
 from ddpcore.ops.mix import noise_arguments
 from ddpcore.ops.steps import RULES
 from helpers import steps
+from helpers.each import each
 
 NOISE = Noise(0.3, seed=2**33 + 7, step=2**40 + 1, first=3)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -226,7 +227,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 @every_rule
 def test_bad_arguments(rule, case, assert_same_bits):
     change, message = REFUSED[case]
@@ -249,7 +250,7 @@ REFUSED_OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+@each("option", REFUSED_OPTIONS)
 @every_rule
 def test_options_that_need_two_passes(rule, option, assert_same_bits):
     if option == "passes" and rule not in steps.ADAPTIVE:

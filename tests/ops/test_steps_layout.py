@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ddpcore import ops
 from helpers import steps
+from helpers.each import each
 
 every_rule = pytest.mark.parametrize("rule", steps.RULES)
 every_kind = pytest.mark.parametrize("kind", steps.KINDS)
@@ -101,7 +102,7 @@ def others(tensor: Tensor) -> list[Tensor]:
     return [tensor.clone(), turned, gaps, both]
 
 
-@pytest.mark.parametrize("change", ["params", "grads", "buffers", "masters", "everything"])
+@each("change", ["params", "grads", "buffers", "masters", "everything"])
 @pytest.mark.parametrize("layout", [1, 2, 3])
 @every_rule
 def test_any_strides(rule, layout, change, device, assert_same_bits):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddpcore import ops
 from helpers import steps
+from helpers.each import each
 
 every_rule = pytest.mark.parametrize("rule", steps.RULES)
 PER_GROUP = {"group_sizes", "lr", "weight_decay", "device_lr", "adapt"}
@@ -121,7 +122,7 @@ def assert_refused(step: steps.Step, message: str, assert_same_bits: Any) -> Non
     steps.assert_unchanged(step, before, assert_same_bits)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 @every_rule
 def test_bad_arguments(rule, case, assert_same_bits):
     step = make(rule)
@@ -130,7 +131,7 @@ def test_bad_arguments(rule, case, assert_same_bits):
     assert_refused(step, message, assert_same_bits)
 
 
-@pytest.mark.parametrize("case", ADAPTIVE)
+@each("case", ADAPTIVE)
 @pytest.mark.parametrize("rule", steps.ADAPTIVE)
 def test_bad_trust(rule, case, assert_same_bits):
     step = make(rule)
@@ -139,7 +140,7 @@ def test_bad_trust(rule, case, assert_same_bits):
     assert_refused(step, message, assert_same_bits)
 
 
-@pytest.mark.parametrize("case", MASTERS)
+@each("case", MASTERS)
 @every_rule
 def test_bad_masters(rule, case, assert_same_bits):
     step = make(rule, torch.float16, masters=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, param_groups
+from helpers.each import each
 
 MAKES: dict[str, Any] = {
     "sgd": lambda p, **more: FusedSGD(p, **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **more}),
@@ -67,7 +68,7 @@ def test_no_scheduler_of_torch_is_forgotten():
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@each("name", SCHEDULERS)
 @every
 def test_schedulers(make, name, tensor):
     """A step uses the rate that the scheduler has set: the same bits as an optimizer with this rate as its option."""
@@ -231,7 +232,7 @@ NUMBERS: dict[str, tuple[tuple[str, ...], list[Any]]] = {
 CASES = [(kind, name, value) for name, (kinds, values) in NUMBERS.items() for kind in kinds for value in values]
 
 
-@pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=str)
+@each(("kind", "name", "value"), CASES)
 def test_bad_options_are_named_with_their_values(kind, name, value):
     """At construction, in a group, and in an added group; the existing groups do not change."""
     message = rf"{name}.* is "

@@ -139,7 +139,10 @@ def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
     return breaks, *ends
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["step", "forward, backward and step"])
+@pytest.mark.parametrize(
+    "whole",
+    [pytest.param(False, id="step"), pytest.param(True, id="forward, backward and step", marks=pytest.mark.slow)],
+)
 @every
 def test_a_compiled_step_has_the_bits_of_an_eager_one(make, whole):
     """With no more graph breaks than torch's own optimizer."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ddpcore.parameters.bucket_plan import BucketTracker, plan_buckets
 from ddpcore.parameters.buckets import GradientBuckets, messages
+from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.learner_models import copies_of
 
 # --- plan_buckets ------------------------------------------------------------------------------------------------
 

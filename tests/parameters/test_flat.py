@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import ALIGNMENT, FlatParameters
-from ddpcore.parameters.learner_models import copies_of
 from helpers import flat as helper
 
 network, flatten, fill_gradients, inside = helper.network, helper.flatten, helper.fill_gradients, helper.inside

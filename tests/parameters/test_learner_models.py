@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.parameters import learner_models
-from ddpcore.parameters.learner_models import LearnerModels, copies_of
+from ddpcore.parameters.copies import copies_of
+from ddpcore.parameters.learner_models import LearnerModels
 from helpers.learner_models import Scaled, learners
 
 
@@ -273,13 +274,13 @@ def test_measuring_keeps_the_faster_way(faster: str, monkeypatch: pytest.MonkeyP
     assert ran == [*measured, faster, faster], "only the first call measures"
 
 
-def test_copies_share_what_is_frozen_and_tied() -> None:
+def test_copies_share_what_is_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
     model[0].bias.requires_grad_(False)
     model[2].register_buffer("same", model[2].running_mean)
     first, second = copies_of(model, 2)
     assert first is model
-    assert second[0].bias is model[0].bias
+    assert second[0].bias is not model[0].bias and not second[0].bias.requires_grad
     assert second[1].weight is second[0].weight and second[0].weight is not model[0].weight
     assert second[2].same is second[2].running_mean and second[2].same is not model[2].same

@@ -65,7 +65,7 @@ def test_what_if() -> None:
 def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     recorded_steps[0].append({"step": 7, "compute": 1.0, "seconds": 1.0})  # rank 1 has not come so far
     (run,) = read_sources([make_run(steps=recorded_steps)]).runs
-    (section,) = timeline_sections([run], ["a run"])
+    (section,) = timeline_sections(run, "a run")
     means, waits = section.tables
     assert [row[:4] for row in means.rows] == [["0", "10", "5", "20"], ["1", "30", "5", "0"]]
     assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
@@ -189,6 +189,7 @@ def test_a_picture_of_many_lines_names_them() -> None:
         series = [Series(name=f"line {number}", x=[1, 2], y=[1.0, 2.0]) for number in range(count)]
         return Chart(title="t", x_label="x", series=series)
 
-    assert all(f"<!-- line {number} -->" in svg_of(chart(30)) for number in range(30))
+    picture = svg_of(chart(30))
+    assert all(f"<!-- line {number} -->" in picture for number in range(30))
     assert height_of(chart(30)) >= 30 * 0.18 > height_of(chart(31)) == height_of(chart(2))
     assert "<!-- line 1 -->" not in svg_of(chart(31)), "a legend that is higher than the picture"

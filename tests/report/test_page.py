@@ -200,7 +200,7 @@ def test_studies_that_cannot_be_compared_are_shown_apart(tmp_path: Path) -> None
     problems, *sections = sections_of(read_sources([tmp_path / name for name in ("one", "two", "three")]))
     assert len(problems.problems) == 2
     assert "three" in problems.problems[0] and "damaged" in problems.problems[0]
-    assert "its question differs from that of" in problems.problems[1]
+    assert "its question differs from the question of" in problems.problems[1]
     assert len(sections) == 2 and sections[1].lines[0] == "What?"
 
 

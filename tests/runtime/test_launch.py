@@ -153,6 +153,7 @@ def test_a_timeout_that_no_rank_can_keep(timeout: float, monkeypatch: pytest.Mon
 # --- both ways of starting ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
     """Bit for bit: the same losses and weights on every rank, and the same place in the world."""
     seen = []
@@ -169,12 +170,20 @@ def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
     assert seen[0][0]["losses"] != seen[0][1]["losses"], "ranks train on different data"
 
 
-def test_each_rank_gets_its_share_of_the_cores(launcher: Launcher) -> None:
-    code, errors = launcher.run("threads", 2)
+@needs_proc
+def test_ranks_listen_on_this_machine_alone_and_share_its_cores(launcher: Launcher) -> None:
+    """Neither the store of the parent nor gloo's sockets of the ranks listen elsewhere, in IPv4 or IPv6."""
+    code, errors = launcher.run("listens", 2)
     assert code == 0, errors
-    assert launcher.results(2) == [launch.threads_per_rank(2)] * 2
+    found = launcher.results(2)
+    assert [one["threads"] for one in found] == [launch.threads_per_rank(2)] * 2
+    assert found[0]["parent"], "the parent has no store: this tests nothing"
+    for one in found:
+        assert one["rank"], "gloo has no socket: this tests nothing"
+        assert {*one["parent"], *one["rank"]} == {"0100007F"}, "another address than 127.0.0.1"
 
 
+@pytest.mark.slow
 def test_processes_that_nothing_connects(launcher: Launcher) -> None:
     code, errors = launcher.run("unconnected", 3)
     assert code == 0, errors
@@ -197,6 +206,7 @@ def test_a_rank_that_raises(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
     code, errors = launcher.run("exits", 3)
@@ -205,6 +215,7 @@ def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     """Although the ranks that lost their connection to it have tracebacks to show."""
@@ -214,6 +225,7 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+@pytest.mark.slow
 def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
     """``on_failure="shrink"``: no failed rank ends the others; all ranks failing is an error."""
     code, errors = launcher.run("goes_on", 3)
@@ -226,6 +238,7 @@ def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
     assert "rank 0 was ended by SIGKILL" in errors
 
 
+@pytest.mark.slow
 def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
     """Each saves what it did, however long it takes."""
     code, errors = launcher.run("stops", 2)
@@ -233,6 +246,7 @@ def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
     assert (launcher.folder / "saved").exists()
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(launcher: Launcher) -> None:
     code, errors = launcher.run("ignores_sigterm", 2)
@@ -253,6 +267,7 @@ def started_and_hanging(
     return process
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ranks_die_with_their_parent(launcher: Launcher) -> None:
     """Also those that hang in a collective, though a killed parent cannot tell them."""
@@ -263,6 +278,7 @@ def test_ranks_die_with_their_parent(launcher: Launcher) -> None:
     assert not launcher.wait_until_gone(5)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ranks_of_torchrun_die_with_their_agent(launcher: Launcher) -> None:
     """Both of them: torchrun leaves them behind when it is killed, and they would train on."""
@@ -297,18 +313,7 @@ def test_one_agent_for_all_ranks_cannot_shrink(local: str, refused: bool, monkey
     assert "\n" not in str(error.value)
 
 
-@needs_proc
-def test_nothing_listens_beyond_this_machine(launcher: Launcher) -> None:
-    """Neither the store of the parent nor gloo's sockets of the ranks, in IPv4 or IPv6."""
-    code, errors = launcher.run("listens", 2)
-    assert code == 0, errors
-    found = launcher.results(2)
-    assert found[0]["parent"], "the parent has no store: this tests nothing"
-    for one in found:
-        assert one["rank"], "gloo has no socket: this tests nothing"
-        assert {*one["parent"], *one["rank"]} == {"0100007F"}, "another address than 127.0.0.1"
-
-
+@pytest.mark.slow
 @needs_proc
 def test_a_late_rank_ends_the_wait(launcher: Launcher) -> None:
     """After run(timeout=), for calls of the process group that have no timeout of their own."""

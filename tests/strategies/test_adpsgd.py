@@ -251,7 +251,7 @@ def test_vmap_takes_the_weights_at_the_start_of_the_job() -> None:
         (lambda: ADPSGD(speeds=(1, math.nan, 1, 1)), "adpsgd: speeds is nan: it must be a finite number"),
         (lambda: ADPSGD(speeds=(0.5, 0.5, 0.5, 0.5)), "the fastest learner must have 1"),
         (lambda: ADPSGD(speeds=()), "the fastest learner must have 1"),
-        (lambda: ADPSGD(speeds=(1, 1)), "adpsgd: speeds has 2 numbers and there are 4 learners"),
+        (lambda: ADPSGD(speeds=(1, 1)), "speeds has 2 numbers and there are 4 learners: give 4 numbers"),
     ],
 )
 def test_refusals(make: Any, says: str) -> None:

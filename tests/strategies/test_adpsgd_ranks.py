@@ -34,6 +34,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return torch.load(path)
 
 
+@pytest.fixture(scope="module")
+def endings() -> dict[str, list[list[int]]]:
+    """The exit codes of each way to end, each time."""
+    command = [sys.executable, ranks.HERE / "exit_ranks.py", "4"]
+    done = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[list[int]]] = {}
+    for how, *codes in map(str.split, done.stdout.splitlines()):
+        found.setdefault(how, []).append([int(code) for code in codes])
+    return found
+
+
 @pytest.fixture
 def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
     return lambda function, *arguments: outcomes["-".join([function.__name__, *map(str, arguments)])]
@@ -103,6 +115,7 @@ def test_over_gloo_threads_end_with_the_last_rank(outcome: Callable[..., Outcome
     assert outcome(trials.ends, 3) == [(0, "ended\n")] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "allowed"),
     [
@@ -112,17 +125,13 @@ def test_over_gloo_threads_end_with_the_last_rank(outcome: Callable[..., Outcome
         ("error", {0: {0, 3}, 1: {1}, 2: {0, 3}}),
     ],
 )
-def test_over_gloo_no_thread_aborts_an_interpreter_that_ends(how: str, allowed: dict[int, set[int]]) -> None:
+def test_over_gloo_no_thread_aborts_an_interpreter_that_ends(
+    how: str, allowed: dict[int, set[int]], endings: dict[str, list[list[int]]]
+) -> None:
     """Of three ranks, four times: 0 is an orderly end, 1 an error of its own, 3 an error that says that a peer left."""
-    script = ranks.HERE / "exit_ranks.py"
-    done = subprocess.run(
-        [sys.executable, script, how, "4"], env=ranks.environment(), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [list(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(lines) == 4
-    for codes in lines:
-        assert all(code in allowed[rank] for rank, code in enumerate(codes)), done.stderr
+    assert len(endings[how]) == 4
+    for codes in endings[how]:
+        assert all(code in allowed[rank] for rank, code in enumerate(codes)), codes
 
 
 def test_over_gloo_the_others_go_on_when_a_rank_has_left(outcome: Callable[..., Outcome]) -> None:

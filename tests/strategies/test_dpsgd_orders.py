@@ -144,7 +144,7 @@ def test_compressed_gossip_does_not_move_the_mean(codec: Any) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("topology", [Ring(), Complete()], ids=str)
-@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any) -> None:
     """2000 parameters, one problem for each learner. When gradients stop, differences only shrink."""
     model = nn.Linear(2000, 1, bias=False)

@@ -124,6 +124,7 @@ def test_dpsgd_rests_elsewhere(order: str) -> None:
     assert (seen - EXACT).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_tracking_reaches_it_with_adam_and_exact_diffusion_does_not() -> None:
     """As the docstrings say: Adam's step is not linear in the gradients."""
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from ddpcore import DPSGD, SSGD, GASLoC, LocalSGD, NoisySSGD, NoLoCo, PushSum, Ring, SlowMo, Strategy
+from ddpcore import DPSGD, SSGD, GASLoC, GradientTracking, LocalSGD, NoisySSGD, NoLoCo, PushSum, Ring, SlowMo, Strategy
 from ddpcore.testing import Scenario, check_strategy
 from helpers import own_parts
 
@@ -23,9 +23,10 @@ def test_real_ranks(factory: Callable[[], Strategy]) -> None:
     "factory",
     [
         *(SSGD, partial(LocalSGD, 2), NoisySSGD, partial(SlowMo, period=3), partial(PushSum, Ring())),
-        *(partial(NoLoCo, period=2), partial(GASLoC, period=2)),
+        *(partial(NoLoCo, period=2), partial(GASLoC, period=2), own_parts.Alternating, GradientTracking),
+        partial(LocalSGD, 2, switch_step=3),
     ],
-    ids=["ssgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "noloco", "gasloc"],
+    ids=["ssgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "noloco", "gasloc", "own", "tracking", "post_local"],
 )
 def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
     check_strategy(factory, num_learners=(1, 3), transports=())
@@ -39,6 +40,14 @@ def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
         (own_parts.slow_local_sgd, "2 virtual learners, plain: traits.stays_identical is true and"),
         (own_parts.ChecksNothing, r"2 virtual learners: weights are sent and learner.check_sent\(\) is never called"),
         (own_parts.SaysNoPeriod, r"2 virtual learners: plan\(0\).weights is true and nothing is sent in that step"),
+        (
+            own_parts.AveragesGradientsAnyway,
+            r"2 virtual learners: plan\(0\).gradients is 1, and the gradients of learners 0 and 1 are equal after",
+        ),
+        (
+            own_parts.AveragesNoGradients,
+            r"2 virtual learners: plan\(0\).gradients is 0, and the gradients of learners 0 and 1 differ after that",
+        ),
         (own_parts.always_the_same, "returns the same strategy twice"),
     ],
 )
@@ -46,3 +55,9 @@ def test_what_is_wrong_is_named(factory: Callable[[], Strategy], says: str) -> N
     with pytest.raises(AssertionError, match=says) as caught:
         check_strategy(factory, num_learners=(2,), transports=("pg",), scenarios=PLAIN)
     assert "\n" not in str(caught.value)
+
+
+def test_gradients_of_groups_are_compared_with_the_plan() -> None:
+    check_strategy(partial(LocalSGD, 2, group=2), num_learners=(4,), transports=())
+    with pytest.raises(AssertionError, match=r"plan\(0\).gradients is 4, and .* learners 1 and 2 differ after"):
+        check_strategy(own_parts.SaysLargerGroups, num_learners=(4,), transports=())

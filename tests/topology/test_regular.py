@@ -11,6 +11,7 @@ import pytest
 
 from ddpcore import Hierarchical, Hypercube, Ring, Round, Star, StaticExponential, Topology, Torus2D
 from ddpcore.topology import spectrum
+from helpers.each import each
 
 
 def dense_gap(chosen: Topology, num_learners: int) -> float:
@@ -59,7 +60,7 @@ def test_hypercube(n: int) -> None:
     assert Hypercube().spectral_gap(n) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("n", [*range(2, 20), 100, 101])
+@each("n", [*range(2, 20), 100, 101])
 def test_static_exponential(n: int) -> None:
     """Equation 5 of Ying et al. 2021, and their theorem 1 on its gap."""
     powers = (n - 1).bit_length()
@@ -73,7 +74,7 @@ def test_static_exponential(n: int) -> None:
         assert gap > 2 / (powers + 1)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 9, 12, 16, 36])
+@each("n", [1, 2, 4, 9, 12, 16, 36])
 @pytest.mark.parametrize("chosen", [Star(), Torus2D(), Torus2D(3), Hypercube(), StaticExponential()], ids=repr)
 def test_the_gap_is_that_of_the_matrix(chosen: Topology, n: int) -> None:
     try:

@@ -17,12 +17,13 @@ from ddpcore.topology.base import Matrix
 from ddpcore.topology.pairs import random_matching
 from ddpcore.topology.redraw import redrawn
 from ddpcore.topology.wrapped import Slowed
+from helpers.each import each
 
 ALL = [Complete(), Ring(), RandomPair(), RandomPair(7), OnePeerExponential()]
 SIZES = range(1, 10)
 
 
-@pytest.mark.parametrize("num_learners", [*SIZES, 16, 17])
+@each("num_learners", [*SIZES, 16, 17])
 @pytest.mark.parametrize("chosen", ALL, ids=repr)
 def test_every_round_is_sound_for_any_number_of_learners(chosen: Topology, num_learners: int) -> None:
     chosen.validate(num_learners)
@@ -42,7 +43,7 @@ def test_every_round_is_sound_for_any_number_of_learners(chosen: Topology, num_l
             assert turn.self_weight == mixing[rank, rank] == 1 / (len(turn.sources) + 1)
 
 
-@pytest.mark.parametrize("num_learners", SIZES)
+@each("num_learners", SIZES)
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
 def test_random_pair_is_a_perfect_matching(seed: int, num_learners: int) -> None:
     for step in [*range(100), 10**9, 2**40]:

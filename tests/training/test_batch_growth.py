@@ -68,7 +68,8 @@ RESUMED: dict[str, dict[str, Any]] = {
         "optimizer": {"schedule": "cosine", "schedule_unit": "epochs"},
     },
     "curvature": merged(
-        merged({"strategy": {"learners": 2, "name": "ssgd"}}, helper.HESSIAN), {"run": {"hessian_every": 1}}
+        merged({"strategy": {"learners": 2, "name": "ssgd"}}, helper.HESSIAN),
+        {"run": {"hessian_every": 2, "hessian_top": 1, "hessian_samples": 4}},
     ),
 }
 

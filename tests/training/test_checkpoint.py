@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpcore.records.checkpoint import read_manifest, steps_of
 from ddpcore.storage.files import replace_file
 from ddpcore.training.checkpoint import Checkpoints
 from helpers.bounded import refused
@@ -37,7 +38,7 @@ def test_the_last_one_comes_back(tmp_path: Path) -> None:
         saved.save(step, {"x": torch.full((2,), float(step)), "step": step}, keep_last=3)
     step, state = saved.load_last("cpu", no_warning)
     assert (step, state["step"], state["x"].tolist()) == (12, 12, [12.0, 12.0])
-    assert saved.manifest(12)["config"] == {"optimizer": {"lr": 0.1}}
+    assert read_manifest(saved.path(12))["config"] == {"optimizer": {"lr": 0.1}}
     assert sorted(path.name for path in saved.path(12).iterdir()) == [
         "manifest.json",
         "rank-0.json",
@@ -49,11 +50,11 @@ def test_which_are_kept(tmp_path: Path) -> None:
     saved = checkpoints(tmp_path)
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3)):
         saved.save(step, {}, keep_last=2, best=best)
-    assert saved.steps() == [3, 4, 5]
+    assert steps_of(saved.folder) == [3, 4, 5]
     saved.save(4, {}, keep_last=2)  # of a run that was resumed before step 5
-    assert saved.steps() == [3, 4]
+    assert steps_of(saved.folder) == [3, 4]
     saved.save(6, {}, keep_last=1)
-    assert saved.steps() == [6]
+    assert steps_of(saved.folder) == [6]
 
 
 def test_a_crash_while_saving_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +116,9 @@ def test_the_same_step_again_killed_at_each_file_operation(tmp_path: Path) -> No
         was_killed = killed_at(operation, partial(saved.save, 2, {"x": torch.full((2,), 3.0)}, keep_last=1))
         step, state = saved.load_last("cpu", no_warning)
         assert step == 2 and state["x"].tolist() in ([2.0] * 2, [3.0] * 2), f"killed at operation {operation}"
-        assert set(saved.steps()) <= {1, 2} and all(saved._problem(step) is None for step in saved.steps())
+        assert set(steps_of(saved.folder)) <= {1, 2} and all(
+            saved._problem(step) is None for step in steps_of(saved.folder)
+        )
         saved.save(3, {}, keep_last=1)
         assert [path.name for path in saved.folder.iterdir()] == ["step-00000003"]
         seen.append(state["x"][0].item())
@@ -146,7 +149,7 @@ def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
         "step-00000002.bak",
     ):
         (tmp_path / name).mkdir()
-    assert saved.steps() == [1]
+    assert steps_of(saved.folder) == [1]
     assert saved.load_last("cpu", no_warning)[0] == 1
 
 
@@ -162,7 +165,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_is_kept(tmp_path: Path)
     assert saved.load_last("cpu", said.append)[0] == 1 and len(said) == 2
     assert saved.load_last("cpu", no_warning)[0] == 1
     saved.save(4, {}, keep_last=2)
-    assert saved.steps() == [1, 4]
+    assert steps_of(saved.folder) == [1, 4]
     names = ["damaged-00000002", "damaged-00000003", "step-00000001", "step-00000004"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 

@@ -13,6 +13,7 @@ from ddpcore import __main__ as entry
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.__main__ import main
 from ddpcore.training.config import describe_fields
+from ddpcore.training.trainer import Trainer
 from helpers import ranks
 
 RUN = ["model=mlp", "data=digits", "strategy=dpsgd", "optimizer.momentum=0.9", "run.epochs=2"]
@@ -28,6 +29,7 @@ def test_virtual_learners_and_resume(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_ranks_as_a_user_starts_them(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "ddpcore", "train", "--world-size", "2", "--out", str(tmp_path / "run"), *RUN]
     done = subprocess.run(line, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=300)
@@ -97,6 +99,43 @@ def test_a_callback_gets_each_row_of_the_record(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows] == ["epoch", "epoch", "end"]
     assert rows[:2] == record.epochs
     assert rows[2] == record.final
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 7])
+def test_rows_come_in_the_order_of_steps(
+    checkpoint_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics, Hessians and numbers that are not finite, with and without checkpoints between the checks."""
+    rows: list[dict[str, Any]] = []
+    config = TrainConfig.from_dict(
+        {
+            "model": "mlp",
+            "data": {"name": "digits", "num_train": 200, "batch_size": 100},
+            "strategy": {"name": "dpsgd", "topology": "ring", "learners": 2, "on_nonfinite": "skip"},
+            "run": {"steps": 25, "statistics_every": 5, "checkpoint_every": checkpoint_every}
+            | {"hessian_every": 3, "hessian_samples": 100, "hessian_top": 1},
+        }
+    )
+    real, taken = Trainer.step, []
+
+    def step(self: Trainer) -> Any:
+        taken.append(1)
+        if len(taken) in (4, 6, 13):
+            parameter = next(self.handle.models[0].parameters())
+            hook = parameter.register_hook(lambda grad: grad * float("nan"))
+            try:
+                return real(self)
+            finally:
+                hook.remove()
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    record = train(config, out=tmp_path, on_record=rows.append)
+    kinds = {row["kind"] for row in rows}
+    assert kinds == {"epoch", "statistics", "hessian", "nonfinite", "end"}
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    assert [row["step"] for row in rows if row["kind"] == "nonfinite"] == [4, 6, 13]
+    assert len(record.statistics) == 5
 
 
 def test_an_error_of_the_callback_ends_the_run_and_the_row_is_kept(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import ddpcore
 from ddpcore.models import MODELS
+from ddpcore.records.checkpoint import step_folder, steps_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
@@ -174,13 +175,13 @@ def test_keep_best_saves_the_best_between_two_checkpoints(tmp_path: Path) -> Non
         fields = {"run": {"steps": None, "epochs": 6, "seed": 2, "checkpoint_every": 5}, "optimizer": {"lr": 0.3}}
         config = helper.config(fields, run={"keep_best": keep_best, "keep_last": keep_last})
         record = train(config, out=tmp_path / str(keep_best), dataset=dataset)
-        folders[keep_best] = Checkpoints(folder=record.path.parent / "checkpoints", config={})
+        folders[keep_best] = record.path.parent / "checkpoints"
     best = 4 * record.final["best_epoch"]
     assert best == 8, "otherwise this test shows nothing"
-    assert folders[False].steps() == [5, 10, 15, 20]
-    assert folders[True].steps() == [best, 20]
-    shutil.rmtree(folders[True].path(20))
-    _, state = folders[True].load_last("cpu", print)
+    assert steps_of(folders[False]) == [5, 10, 15, 20]
+    assert steps_of(folders[True]) == [best, 20]
+    shutil.rmtree(step_folder(folders[True], 20))
+    _, state = Checkpoints(folder=folders[True], config={}).load_last("cpu", print)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(state["model"])
     inputs, labels = dataset.test.batch(torch.arange(len(dataset.test)))

@@ -35,7 +35,7 @@ def numbers(record: RunRecord) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", sorted(set(helper.STRATEGIES) - {"push_sum"}))
 def test_training_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """With dropout, batch normalisation, augmentation and momentum."""
-    fields = merged({"strategy": {"learners": 3}}, helper.STRATEGIES[name])
+    fields = merged({"strategy": {"learners": 3}, "model": helper.HESSIAN["model"]}, helper.STRATEGIES[name])
     plain = run(tmp_path / "plain", **fields)
     watched = run(tmp_path / "watched", **merged(fields, {"run": {"statistics_every": 2, "flatness_samples": 20}}))
     for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
@@ -93,7 +93,7 @@ def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeyp
     monkeypatch.setattr(Checkpoints, "save", save_and_crash)
     noise = {"run": {"statistics_every": 2}} if fields else {}
     fields = merged(merged({"run": {"checkpoint_every": 1}}, fields), noise)
-    plain = run(tmp_path / "plain", **fields)
+    plain = run(tmp_path / "plain", **merged(fields, {"model": helper.HESSIAN["model"]}))
     through = run(tmp_path / "through", **merged(fields, helper.HESSIAN))
     torch.manual_seed(99)
     config = helper.config(fields, helper.HESSIAN)
@@ -180,10 +180,9 @@ def test_a_part_of_the_training_set(tmp_path: Path) -> None:
 
 def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     dataset = helper.images(augment=False)
-    record = run(tmp_path, dataset, strategy={"learners": 2, "name": "dpsgd"}, run={"flatness_samples": 50})
-    trainer = build_trainer(
-        LearnerPlacement.of(helper.config(strategy={"learners": 2, "name": "dpsgd"}), None), dataset
-    )
+    fields = {"strategy": {"learners": 2, "name": "dpsgd"}, "model": helper.HESSIAN["model"]}
+    record = run(tmp_path, dataset, **fields, run={"flatness_samples": 50})
+    trainer = build_trainer(LearnerPlacement.of(helper.config(fields), None), dataset)
     model = trainer.handle.evaluation_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     model.eval()

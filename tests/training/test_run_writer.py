@@ -13,7 +13,7 @@ from ddpcore.options.extras import MissingPackage
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.run_writer import RunWriter
 
-HEADER = {"kind": "run", "config": {}}
+HEADER = {"kind": "run", "config": {}, "total_steps": 9}
 
 
 def epoch(step: int) -> dict[str, Any]:
@@ -21,17 +21,17 @@ def epoch(step: int) -> dict[str, Any]:
 
 
 def test_what_comes_after_the_step_is_dropped(tmp_path: Path) -> None:
-    with RunWriter(tmp_path, total_steps=9, header=HEADER) as out:
+    with RunWriter(tmp_path, HEADER) as out:
         for row in (epoch(1), epoch(2), epoch(3), {"kind": "end", "step": 3}):
             out.write(row)
     assert RunRecord.read(tmp_path).final["step"] == 3
-    with RunWriter(tmp_path, total_steps=9, header={}, resumed={"kind": "resume", "step": 2}, step=2) as out:
+    with RunWriter(tmp_path, {"total_steps": 9}, {"kind": "resume", "step": 2}) as out:
         out.write(epoch(3))
     record = RunRecord.read(tmp_path)
     assert [row["step"] for row in record.epochs] == [1, 2, 3]
     assert (record.header, record.final) == (HEADER, {})
     assert [row["step"] for row in record.resumed] == [2]
-    with RunWriter(tmp_path, total_steps=9, header=HEADER):
+    with RunWriter(tmp_path, HEADER):
         pass
     assert RunRecord.read(tmp_path).epochs == []
 
@@ -42,7 +42,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
     for start in (0, 2):
         resumed = {"kind": "resume", "step": start} if start else None
-        with RunWriter(tmp_path, total_steps=9, header=HEADER, resumed=resumed, step=start, tensorboard=True) as out:
+        with RunWriter(tmp_path, HEADER, resumed, tensorboard=True) as out:
             for step in range(start + 1, start + 4):
                 out.write(epoch(step))
     events = EventAccumulator(str(tmp_path / "tensorboard"))

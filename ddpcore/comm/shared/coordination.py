@@ -323,7 +323,8 @@ class Coordinator:
     def _fail_late(self, rank: int, number: int) -> NoReturn:
         self.fail(
             f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-            f"{self._text(self.rank, number)}"
+            f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, or not make "
+            "this call, such as evaluation_model()"
         )
 
     def _gone(self, rank: int, number: int) -> str:

@@ -156,10 +156,9 @@ def hook_of_the_accumulation_node(run: Run) -> None:
 
 @idiom()
 def hook_of_a_node_from_before_distribute(run: Run) -> None:
-    """Of learner 0's parameters; the copies have none, so the second rank gets none either."""
     model = net()
     nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
-    for node in nodes if run.rank == 0 else ():
+    for node in nodes:
         node.register_prehook(lambda gradients: (gradients[0] * 0.5,))
     start(run, model)
     train(run)

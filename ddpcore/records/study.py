@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from ddpcore.display.chart import finite
-from ddpcore.experiments import claims
-from ddpcore.experiments.charts import check_chart
-from ddpcore.experiments.claims import CLAIM
-from ddpcore.experiments.metrics import CURVES, METRICS
 from ddpcore.options.keys import dotted
-from ddpcore.options.typed import check_table
+from ddpcore.options.typed import check_table, is_finite
 from ddpcore.records.config import nested
-from ddpcore.records.run import CHECKPOINTS, RECORD
-from ddpcore.storage.files import LOCK
-from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, to_json, write_json
+from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, write_json
 from ddpcore.storage.limits import plain, shown
-from ddpcore.training import TrainConfig
-from ddpcore.training.checkpoint import Checkpoints
 
 FORMAT = 1
 MANIFEST, RESULTS = "manifest.json", "results.jsonl"
 FINISHED, FAILED = "finished", "failed"
+CURVES = ("effective_lr", "loss", "noise")  # over the steps of a run
 Results = Mapping[tuple[str, int], dict[str, Any]]
 """The last line of each run, by (row, seed)."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A statement of a source, and the predicate that decides whether it holds.
+
+    Attributes:
+        text: the statement.
+        source: who makes it.
+        predicate: see :mod:`ddpcore.experiments.claims`.
+        a_core_per_rank: it is about the speed of ranks, so it is void where they outnumbered the cores.
+    """
+
+    text: str
+    source: str
+    predicate: str
+    a_core_per_rank: bool = False
+
+
+CLAIM = get_type_hints(Claim)
 _TEXTS = tuple[str, ...]
 _TABLE = Mapping[str, Any]
 _NUMBERS = Mapping[str, float | None]
@@ -38,6 +48,7 @@ _MANIFEST = {
     "published": Mapping[str, _NUMBERS],
 }  # fmt: skip
 _ROW = {"config": _TABLE, "published": _NUMBERS, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
+_CHART = {"x": str, "by": str, "lines": Mapping[str, _TEXTS]}
 _ENDED = {"row": str, "seed": int, "status": str, "metrics": _NUMBERS, "diverged": bool}
 _HERE = {"place": str, "device": str, "cores": int, "torch": str, "ddpcore": str, "commit": str | None}
 _RESULTS: dict[str, dict[str, Any]] = {FINISHED: _ENDED | _HERE, FAILED: _ENDED | {"error": str}}
@@ -52,21 +63,9 @@ class Folder:
 
     path: Path
 
-    @property
-    def _manifest(self) -> Path:
-        return self.path / MANIFEST
-
-    @property
-    def _results(self) -> Path:
-        return self.path / RESULTS
-
     def run_path(self, row: str, seed: int) -> Path:
         """The folder of one run."""
         return self.path / "runs" / row / f"seed-{seed}"
-
-    def manifest(self) -> dict[str, Any]:
-        """See :func:`read_manifest`."""
-        return read_manifest(self.path)
 
     def results(self) -> Results:
         """What :func:`read_results` finds; :meth:`begin` says what is damaged."""
@@ -78,72 +77,40 @@ class Folder:
 
     def append(self, result: Mapping[str, Any]) -> None:
         """Append a line to the results, whole or not at all."""
-        with JsonLines(self._results) as file:
+        with JsonLines(self.path / RESULTS) as file:
             file.append(result)
 
-    def check(self, manifest: Mapping[str, Any], resume: bool) -> None:
-        """Raise ValueError unless the folder is new, or contains the same study and ``resume`` is set."""
-        if not self.path.exists() or (self.path.is_dir() and all(item.name == LOCK for item in self.path.iterdir())):
-            return
-        if not self.path.is_dir():
-            raise ValueError(f"{shown(self.path)} is a file: name a folder")
-        if not self._manifest.exists():
-            raise ValueError(f"{shown(self.path)} contains other files: take another folder with --out")
-        known = self.manifest()
-        for key in ("study", "title", "source", "scale", "set"):
-            if known[key] != to_json(manifest[key]):
-                was = f"{shown(self.path)} was run with {key} {known[key]!r}, not {manifest[key]!r}"
-                raise ValueError(f"{was}: take another folder with --out")
-        for name, row in manifest["rows"].items():
-            if differences := _differences(row, known["rows"].get(name, row)):
-                raise ValueError(
-                    f"{shown(self.path)} contains another row {name}: {'; '.join(differences)}: take another folder"
-                )
-        if not resume:
-            raise ValueError(
-                f"{shown(self.path)} contains this study already: continue with --resume, or take another folder"
-            )
-
-    def begin(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest. Rows and seeds of an earlier manifest stay in it."""
+    def begin(self, manifest: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        """Write the manifest. Rows and seeds of an earlier one stay in it. Damaged results go, each with a warning."""
         self.path.mkdir(parents=True, exist_ok=True)
-        mend(self._results, lambda line: print(f"ddpcore.experiments: {line}", file=sys.stderr, flush=True))
-        known = self.manifest() if self._manifest.exists() else {"rows": {}, "seeds": []}
+        mend(self.path / RESULTS, warn)
+        known = read_manifest(self.path) if (self.path / MANIFEST).exists() else {"rows": {}, "seeds": []}
         for name, row in known["rows"].items():
             row["published"] = manifest["published"].get(name, row["published"])
         rows = {**known["rows"], **manifest["rows"]}
         seeds = sorted({*known["seeds"], *manifest["seeds"]})
-        write_json(self._manifest, {**manifest, "format": FORMAT, "rows": rows, "seeds": seeds})
-
-    def check_runs(self, runs: Iterable[tuple[str, int, TrainConfig]]) -> None:
-        """Raise ValueError if an unfinished run in this folder, or a checkpoint of it, has another config."""
-        for row, seed, config in runs:
-            path = self.run_path(row, seed)
-            lines = read_lines(path / RECORD)
-            configs = [line.get("config", {}) for line in lines.rows if line.get("kind") == "run"]
-            checkpoints = Checkpoints(folder=path / CHECKPOINTS, config=config.to_dict())
-            for step in checkpoints.steps():
-                try:
-                    configs.append(checkpoints.manifest(step)["config"])
-                except (OSError, ValueError, KeyError, TypeError):
-                    continue  # train ignores damaged checkpoints, and prints a warning
-            for other in configs:
-                if differences := config.difference(other):
-                    raise ValueError(f"{shown(path)} is another run: {'; '.join(differences)}: take another folder")
+        write_json(self.path / MANIFEST, {**manifest, "format": FORMAT, "rows": rows, "seeds": seeds})
 
 
-def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """The differences between two rows of manifests that change results."""
-    unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
-    differences = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
-    return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])
+def check_chart(spec: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a table is an entry ``[[charts]]``, see :func:`ddpcore.experiments.charts.lines_of`."""
+    check_table("a chart", {key: value for key, value in spec.items() if key != "values"}, _CHART, ("x",))
+    values = spec.get("values", [])
+    if not isinstance(values, list) or any(type(value) not in (str, int, float) for value in values):
+        raise ValueError(f"a chart: values is {values!r}: it must be a list of numbers or text")
+    if ("by" in spec) == ("lines" in spec) or ("by" in spec and "values" in spec):
+        raise ValueError(f"the chart over {spec['x']}: give lines, or by without values")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path, check_claim: Callable[[str], None] = lambda predicate: None) -> dict[str, Any]:
     """study, title, question, source, notes, metrics, charts, claims, published, scale, set, seeds, and rows.
 
     ``published`` has all rows of the study. ``rows`` has those that were selected: config (with seed 0 and without
     data_dir), published, about, ranks, hosts and kill_rank of each.
+
+    Args:
+        folder: of the study.
+        check_claim: raises ValueError if the predicate of a claim is wrong.
 
     Raises:
         ValueError: there is no manifest, or it is damaged.
@@ -167,7 +134,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for claim in values["claims"]:
             claim.setdefault("a_core_per_rank", False)  # older manifests have none
             check_table("a claim", claim, CLAIM, CLAIM, more_keys=True)
-            claims.check(claim["predicate"], None, tuple(METRICS))
+            check_claim(claim["predicate"])
     except OSError:
         raise ValueError(f"{shown(folder)}: there is no study in this folder: run one into it first") from None
     except (ValueError, RecursionError) as error:
@@ -191,12 +158,10 @@ def read_results(folder: Path) -> tuple[Results, list[str]]:
         except ValueError as error:
             problems.append(f"{shown(path)} is damaged ({plain(str(error))})")
             continue
-        if not _are_curves(line.get("curves", {})):
-            problems.append(
-                f"{shown(path)} is damaged (the curves of row {plain(str(line['row']))}, seed {line['seed']})"
-            )
-            line["curves"] = {}
         key = line["row"], line["seed"]
+        if not _are_curves(line.get("curves", {})):
+            problems.append(f"{shown(path)} is damaged (the curves of row {plain(str(key[0]))}, seed {key[1]})")
+            line["curves"] = {}
         if line["status"] == FINISHED or found.get(key, {}).get("status") != FINISHED:
             found[key] = line
     return found, problems
@@ -208,5 +173,5 @@ def _are_curves(curves: Any) -> bool:
         return False
     lists = list(curves.values())
     return all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists) and all(
-        finite(value) is not None or value is None for one in lists for value in one
+        is_finite(value) or value is None for one in lists for value in one
     )

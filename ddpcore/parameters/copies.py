@@ -1,0 +1,204 @@
+"""Copies of a model: of the other virtual learners, and for evaluation."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import is_parametrized
+
+from ddpcore.parameters.hooks import own_hooks
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
+
+
+def copies_of(model: nn.Module, num: int) -> list[nn.Module]:
+    """The model, and full copies of it for the other learners, with hooks, attributes and gradients of parameters.
+
+    Raises:
+        ValueError: Python cannot copy the model, or something of it would still belong to the first learner.
+    """
+    return [model, *(_learner_of(model) for _ in range(1, num))]
+
+
+def _learner_of(model: nn.Module) -> nn.Module:
+    try:
+        memo = _memo_of(model)
+        copied = _copied(model, memo)
+        for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
+            vars(own).update(copy.deepcopy(vars(parameter), memo))
+            own.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            for hook in _hooks_of(parameter, "_backward_hooks"):
+                own.register_hook(copy.deepcopy(hook, memo))
+            for hook in _hooks_of(parameter, "_post_accumulate_grad_hooks"):
+                own.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+            _copy_node_hooks(parameter, own, memo)
+    except Exception as error:
+        raise ValueError(
+            f"every virtual learner gets a copy of the model, and copy.deepcopy fails with {type(error).__name__}: "
+            f"{error}: give the model a __deepcopy__, or run real ranks"
+        ) from error
+    _check_functions(model, copied, "the model of each virtual learner")
+    return copied
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy of a model that may keep activations, which torch cannot copy: they are copied without their graph.
+
+    An activation of a finished vmap cannot be read, and becomes an empty tensor.
+
+    Raises:
+        ValueError: Python cannot copy the model, or a function in it would still call the model itself.
+    """
+    try:
+        copied = _copied(model, _memo_of(model))
+    except Exception as error:
+        raise ValueError(
+            f"the model for evaluation is a copy, and copy.deepcopy fails with {type(error).__name__}: {error}: give "
+            "the model a __deepcopy__"
+        ) from error
+    _check_functions(model, copied, "the model for evaluation")
+    return copied
+
+
+def _copy_node_hooks(parameter: Tensor, own: Tensor, memo: dict[int, Any]) -> None:
+    """Copy the hooks of the accumulation node of a parameter, which lives as long as something holds it."""
+    if not parameter.requires_grad:
+        return
+    node: Any = get_gradient_edge(parameter).node
+    for register in ("register_prehook", "register_hook"):
+        with own_hooks():  # a handle gives all hooks that were registered before
+            handle = getattr(node, register)(lambda *_: None)
+            hooks = dict(handle.hooks_dict_ref())
+            handle.remove()
+        hooks.pop(handle.id)
+        if hooks:
+            held = vars(own).setdefault("_accumulation_node", get_gradient_edge(own).node)
+            for hook in hooks.values():
+                getattr(held, register)(copy.deepcopy(hook, memo))
+
+
+def _memo_of(model: nn.Module) -> dict[int, Any]:
+    """What deepcopy regards as copied: activations, by id."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for tensor in _tensors_in(vars(module)):
+            if torch._C._functorch.is_batchedtensor(tensor):
+                memo[id(tensor)] = torch.empty(0, dtype=torch.float32, device="cpu")
+            elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
+                memo[id(tensor)] = tensor.data.clone()
+    return memo
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    with torch.no_grad():  # else parameters of torch.jit layers would be results of a graph
+        copied = copy.deepcopy(model, memo)
+    for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
+        own.requires_grad_(parameter.requires_grad)
+    for module in copied.modules():
+        if is_parametrized(module):
+            _give_own_class(module)
+    return copied
+
+
+def _give_own_class(module: nn.Module) -> None:
+    """Give a copied module a class of its own, because torch keeps parametrizations and their cache in the class."""
+    module.__class__ = type(module).__bases__[0]
+    parametrize._inject_new_class(module)
+    for name in cast(nn.ModuleDict, module.parametrizations):
+        parametrize._inject_property(module, name)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
+
+
+def _hooks_of(parameter: Tensor, kind: str) -> list[Callable[..., Any]]:
+    hooks = getattr(parameter, kind) or {}
+    return [hook for hook in hooks.values() if not _is_ours(hook)]
+
+
+def _is_ours(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or type(value).__module__ or "").partition(".")[0] == "ddpcore"
+
+
+# ---- functions that belong to one model ----
+
+
+def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
+    """Raise ValueError if a function in a copy holds a part of the model: Python copies no functions."""
+    parts = [*model.modules(), *model.parameters(), *model.buffers()]
+    own = set(map(id, parts))
+    modules = [(f"module {name}" if name else "the model", vars(module)) for name, module in copied.named_modules()]
+    parameters = [
+        (f"parameter {name}", {kind: _hooks_of(parameter, kind) for kind in _PARAMETER_HOOKS})
+        for name, parameter in copied.named_parameters()
+    ]
+    for place, attributes in modules + parameters:
+        for key, value in attributes.items():
+            if key not in _REGISTERED and _holds(value, own):
+                raise ValueError(
+                    f"{place}: {key} is or has a function that holds the model itself, so {what} would use its "
+                    "weights: make it a method, or take the module from the function's arguments, or set it on each "
+                    "of handle.models after distribute()"
+                )
+
+
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
+
+
+def _holds(value: Any, own: set[int]) -> bool:
+    """Whether a value is one of ``own``, by id, or leads to one by containers, functions, references and attributes."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, _SIMPLE) or id(value) in seen:
+            continue
+        if id(value) in own:
+            return True
+        seen.add(id(value))
+        if not _is_ours(value):
+            waiting += _next(value)
+    return False
+
+
+def _next(value: Any) -> list[Any]:
+    if isinstance(value, Tensor | nn.Module):
+        return []
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        used = [value.__globals__.get(name) for name in value.__code__.co_names]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells, *defaults, *vars(value).values(), *(one for one in used if isinstance(one, Tensor | nn.Module))]
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell  # never: reading an empty cell raises
+    except ValueError:
+        return True

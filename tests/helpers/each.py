@@ -1,0 +1,48 @@
+"""Many small cases in one test, as ``pytest.mark.parametrize`` would give them, and what fails is named together."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test on every case, one after the other: pytest takes longer for an item than a small case takes.
+
+    Each case has the random numbers of a test of its own; fixtures are set up once, so take none that a case changes.
+
+    Args:
+        names: the arguments of a case, as in ``parametrize``: one name, or a tuple of them.
+        cases: the values of each case; of one name the values themselves.
+    """
+    keys = (names,) if isinstance(names, str) else names
+    rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
+    assert rows, "there is no case"
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            failed = []
+            for row in rows:
+                random.seed(0)
+                np.random.seed(0)
+                torch.manual_seed(0)
+                try:
+                    test(**dict(zip(keys, row, strict=True)), **fixtures)
+                except (Exception, pytest.fail.Exception) as error:
+                    failed.append(f"{', '.join(map(str, row))}: {type(error).__name__}: {str(error)[:300]}")
+            assert not failed, f"{len(failed)} of {len(rows)} cases fail:\n" + "\n".join(failed)
+
+        signature = inspect.signature(test)
+        others = [value for name, value in signature.parameters.items() if name not in keys]
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

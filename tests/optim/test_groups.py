@@ -1,0 +1,224 @@
+"""Parameter groups: the role of a parameter by its module and by its use, whatever the order of registration."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as old_weight_norm
+
+from ddpcore.models import MODELS
+from ddpcore.optim import FusedLAMB, Muon, describe, param_groups
+
+Roles = dict[str, tuple[str, float]]
+
+
+def roles(model: nn.Module, rule: str | None = "muon") -> Roles:
+    """The rule and the decay of each parameter."""
+    return {
+        name: (group.get("rule", ""), group["weight_decay"])
+        for group in param_groups(model, 0.1, rule=rule)
+        for name, _ in group["params"]
+    }
+
+
+def adamw(model: nn.Module) -> set[str]:
+    """The names with weights of AdamW that decay: neither hidden matrices, nor biases and norms."""
+    return {name for name, role in roles(model).items() if role == ("adamw", 0.1)}
+
+
+def still(model: nn.Module, rule: str | None = "muon") -> set[str]:
+    """The names without decay."""
+    return {name for name, (_, decay) in roles(model, rule).items() if decay == 0.0}
+
+
+class LlamaRMSNorm(nn.Module):
+    """As in another library."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("rule", [None, "muon"])
+def test_norms_of_several_dimensions_have_no_decay(rule):
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.LayerNorm([4, 5, 5]),
+        LlamaRMSNorm(5, 5),
+        nn.RMSNorm([5, 5]),
+        nn.Flatten(),
+        nn.Linear(100, 3),
+    )
+    assert still(model, rule) == {"0.bias", "1.weight", "1.bias", "2.weight", "3.weight", "5.bias"}
+    assert adamw(model) == {"5.weight"}
+
+
+@pytest.mark.parametrize("rule", [None, "muon"])
+def test_gains_of_weight_norm_have_no_decay(rule):
+    model = nn.Sequential(
+        old_weight_norm(nn.Conv1d(2, 4, 3)),
+        parametrizations.weight_norm(nn.Conv1d(4, 4, 3)),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    gains = {"0.weight_g", "1.parametrizations.weight.original0"}
+    assert still(model, rule) == gains | {"0.bias", "1.bias", "3.bias"}
+    found = roles(model, "muon")
+    assert found["1.parametrizations.weight.original1"][0] == "muon"
+    assert found["0.weight_v"][0] == "muon"
+
+
+class HeadFirst(nn.Module):
+    """The head is registered first, and so are positions and tokens that are no factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.positions = nn.Parameter(torch.zeros(5, 8))
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.table = nn.Parameter(torch.zeros(11, 8))
+        self.own = nn.Parameter(torch.zeros(8, 8))
+        self.gain = nn.Parameter(torch.ones(5, 8))
+        self.body = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        random.random()
+        x = F.embedding(x, self.table) + self.positions
+        x = x if mask is None else x * mask
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)[:, 1:]
+        x = x @ self.own.t() * self.gain
+        return self.head(self.body(x).relu())
+
+
+def test_use_in_the_forward_pass():
+    model = HeadFirst()
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    state, seeds = random.getstate(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert adamw(model) == {"head.weight", "positions", "token", "table", "gain"}
+    assert {name for name, role in roles(model).items() if role[0] == "muon"} == {"own", "body.weight"}
+    assert model.calls == 0 and not calls  # only a copy is traced
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), seeds)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Opaque(nn.Module):
+    """A forward pass that cannot be traced, because it depends on values."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x) if x.sum() > 0 else -x
+        return x
+
+
+def test_a_forward_pass_that_cannot_be_traced():
+    """Then the last layer is the one registered last, or what a transformers model says."""
+    model = Opaque(first=nn.Linear(4, 4), second=nn.Linear(4, 4), third=nn.Linear(4, 4))
+    assert adamw(model) == {"third.weight"}
+    model.get_output_embeddings = lambda: model.second
+    assert adamw(model) == {"second.weight"}
+
+
+def test_layers_of_torch_with_layers_inside():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(
+        nn.Embedding(9, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 9)
+    )
+    assert adamw(model) == {"0.weight", "2.weight"}
+    groups = param_groups(model, 0.1, rule="muon")
+    joint = {name: group.get("split", 1) for group in groups for name, _ in group["params"] if "in_proj_weight" in name}
+    assert set(joint.values()) == {3} and len(joint) == 2
+
+
+def test_a_parametrized_layer_is_a_factor():
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 3))
+    assert roles(model)["0.parametrizations.weight.original"] == ("muon", 0.1)
+    assert adamw(model) == {"2.weight"}
+
+
+def test_a_tied_head_and_frozen_weights():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.hidden = nn.Embedding(9, 6), nn.Linear(6, 6)
+            self.head = nn.Linear(6, 9, bias=False)
+            self.head.weight = self.words.weight
+            self.frozen = nn.Linear(6, 6).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.hidden(self.words(x)))
+
+    assert adamw(Tied()) == {"words.weight"}
+    assert set(roles(Tied())) == {"words.weight", "hidden.weight", "hidden.bias"}
+
+
+@pytest.mark.parametrize("name", ["lenet5", "vit", "byte_transformer"])
+def test_models_of_the_package(name):
+    """Traced or not, the head and the embeddings have AdamW."""
+    model = MODELS.build(name)
+    found = adamw(model)
+    last = [key for key, p in model.named_parameters() if p.ndim > 1][-1]
+    assert last in found
+    assert {key for key in roles(model) if "position" in key or "token" in key} <= found | still(model)
+
+
+# ---- joint projections ----
+
+
+def test_parts_of_a_parameter_are_matrices_of_their_own():
+    """``split=3`` gives the weights of three parameters."""
+    generator = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(12, 5, generator=generator), torch.randn(4, 12, 5, generator=generator)
+    joint = nn.Parameter(start.clone())
+    apart = [nn.Parameter(part.clone()) for part in start.chunk(3)]
+    for ns_dtype in (torch.bfloat16, torch.float32):
+        together = Muon([{"params": [joint], "split": 3}], lr=0.1, ns_dtype=ns_dtype)
+        each = Muon(apart, lr=0.1, ns_dtype=ns_dtype)
+        for grad in grads:
+            joint.grad = grad.clone()
+            for part, piece in zip(apart, grad.chunk(3), strict=True):
+                part.grad = piece.clone()
+            together.step()
+            each.step()
+        torch.testing.assert_close(joint.detach(), torch.cat([p.detach() for p in apart]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [(5, "parameter w has 12 rows, which split=5 does not divide"), (0, "split is 0"), ("3", "split is '3'")],
+)
+def test_splits_that_do_not_fit_are_refused(split: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": [("w", nn.Parameter(torch.ones(12, 5)))], "split": split}])
+
+
+# ---- the table ----
+
+
+def test_the_table_shows_every_parameter():
+    groups = param_groups(HeadFirst(), 0.1, rule="muon")
+    text = describe(groups)
+    lines = text.splitlines()
+    assert lines[0].split() == ["group", "rule", "weight_decay", "shape", "parameter"]
+    assert len(lines) == 1 + len(list(HeadFirst().parameters()))
+    assert any(line.split() == ["1", "adamw", "0.1", "3x8", "head.weight"] for line in lines)
+    named = describe(FusedLAMB(param_groups(nn.Linear(2, 3), 0.1), lr=0.5)).splitlines()
+    assert named[1].split() == ["0", "0.1", "0.5", "3x2", "weight"]
+    assert describe(FusedLAMB([nn.Parameter(torch.ones(()))], lr=0.5)).splitlines()[1].split()[-2:] == ["scalar", "0"]
