@@ -1,6 +1,6 @@
 # make install | bench | test | check | check-sanitizers | fuzz | docs | mutations | sass | build | wheel | sdist | release-check | clean. The first call on a machine sets up everything it needs in .venv.
 #
-#   make bench ARGS="model=mlp"              any flags of python -m ddpcore.bench
+#   make bench ARGS="model=mlp"              any flags of ddpcore bench
 #   make test ARGS="tests/ops" WORKERS=0       some tests, in this process alone
 #   make bench PYTHON=/path/to/python          use an environment that already has torch; downloads nothing
 
@@ -83,6 +83,8 @@ cpp: $(READY)
 
 # The documentation site. A warning is an error.
 docs: $(TOOLED)
+	@$(PY) -c 'import sphinx, myst_parser, furo' || \
+	  { echo "ddpcore: $(PY) lacks what the line above names: pip install '.[docs]', or run make docs without PYTHON="; exit 2; }
 	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 

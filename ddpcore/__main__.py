@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ HELP = f"""\
 examples:
   ddpcore demo
   ddpcore bench --world-size 4
-  ddpcore train --out runs/first model=mlp dataset=digits epochs=20
+  ddpcore train --out runs/first model=mlp data=digits run.epochs=20
 
 commands (ddpcore COMMAND --help, ddpcore --version):
 {"".join(f"  {name:12} {about}" + chr(10) for name, (_, _, about) in COMMANDS.items())}"""
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ddpcore: unknown command {name!r}: {remedy}", file=sys.stderr)
         return 2
     module, first, _ = COMMANDS[name]
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # as python -m does, so that module:attribute may name a file of this folder
     sys.argv = [f"ddpcore {name}", *first, *words[1:]]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
 """A whole run from one config: data, schedule, evaluation, a record, and checkpoints from which it continues.
 
-python examples/train_run.py                         four virtual learners
-python examples/train_run.py --ranks 4               four real ranks, started by this script
+python examples/train_run.py                                         four virtual learners
+python examples/train_run.py --ranks 4 --out runs/four_ranks         four real ranks, started by this script
 """
 
 import argparse

@@ -8,6 +8,7 @@ import pytest
 
 import ddpcore
 from ddpcore.__main__ import COMMANDS, main
+from helpers.ranks import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,3 +41,14 @@ def test_a_command_without_torch_prints_one_line():
 def test_an_import_without_torch_is_an_import_error():
     found = without_torch("-c", "import ddpcore")
     assert found.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: ddpcore: {sys.executable} has no torch")
+
+
+def test_a_part_of_the_current_folder_has_a_name(tmp_path):
+    """The installed script begins with its own folder on the path, ``python -m`` with the current one."""
+    (tmp_path / "mine.py").write_text("from ddpcore import Ring\n\n\nclass Mine(Ring):\n    pass\n")
+    script = tmp_path / "bin" / "ddpcore"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom ddpcore.__main__ import main\nsys.exit(main())\n")
+    line = [sys.executable, script, "bench", "topology", "mine:Mine", "--world-size", "4"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "mine:Mine" in done.stdout, done.stderr

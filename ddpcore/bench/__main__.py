@@ -1,9 +1,10 @@
-"""``python -m ddpcore.bench [COMMAND]``: without a command, it compares strategies; see ``--help``."""
+"""``ddpcore bench [COMMAND]``: without a command, it compares strategies; see ``--help``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ddpcore.options import command_line
 from ddpcore.options.extras import MissingPackage, extra
@@ -15,18 +16,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if a rank failed, 2 if the command line is wrong, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and not words[0].startswith("-") and "=" not in words[0] else ""
-    program = "ddpcore.bench"
+    program = "ddpcore bench"
     started = False
     try:
         with extra("bench"):
             from ddpcore.bench.commands import COMMANDS  # noqa: PLC0415  a missing package is one line
-        further = "|".join(filter(None, COMMANDS))
         if name not in COMMANDS:
-            known = further.replace("|", ", ")
+            known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
         options, prepare = COMMANDS[name]
-        program = f"{program} {name}".rstrip()
-        prog, epilog = f"python -m {program}", "" if name else f"Further benches: python -m ddpcore.bench {further}"
+        program = "ddpcore demo" if name == "demo" else f"{program} {name}".rstrip()
+        prog, epilog = program, "" if name else _further(COMMANDS)
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: {plain(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, launch.RankFailed) else 2
     return 0
+
+
+def _further(commands: Mapping[str, tuple[type[Any], Any]]) -> str:
+    """The other benches, each with what its help says first."""
+    about = (f"{name}: {(options.__doc__ or '').splitlines()[0]}" for name, (options, _) in commands.items() if name)
+    return f"further benches, see ddpcore bench NAME --help: {' '.join(about)}"
 
 
 if __name__ == "__main__":

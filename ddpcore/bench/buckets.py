@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench buckets``: the size of gradient buckets that is fastest for a model on this machine."""
+"""``ddpcore bench buckets``: the size of gradient buckets that is fastest for a model on this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BucketsConfig(BenchConfig):
     """Train a model with buckets of several sizes in turn, and name the fastest."""
 
     DEFAULTS = LARGE
-    EXAMPLE = "python -m ddpcore.bench buckets --world-size 2 model=resnet18"
+    EXAMPLE = "ddpcore bench buckets --world-size 2 model=resnet18"
 
     strategies: tuple[str, ...] = field(("ddp", "ssgd"), "that average gradients, comma-separated", parts=STRATEGIES)
     bucket_mb: tuple[str, ...] = field(

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench comm``: latency and bandwidth of each operation over each transport, with checked data."""
+"""``ddpcore bench comm``: latency and bandwidth of each operation over each transport, with checked data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BUFFERS = 5  # of one size that a transport holds at once, including received an
 class CommConfig(Options):
     """Time averages and exchanges of many sizes over each transport, and check the received values."""
 
-    EXAMPLE = "python -m ddpcore.bench comm --world-size 2"
+    EXAMPLE = "ddpcore bench comm --world-size 2"
 
     world_size: int | None = field(None, "number of ranks (4, or torchrun's)", least=1)
     transport: tuple[str, ...] | None = field(None, "comma-separated (those that run here)", choices=ALL)

@@ -13,6 +13,7 @@ from ddpcore.display.table import console_of, print_parts
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import to_json, write_json
+from ddpcore.storage.limits import shown
 
 
 def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: Any) -> Callable[[], None]:
@@ -34,8 +35,10 @@ def publish(result: dict[str, Any], kind: Kind, options: Options) -> None:
     print_parts(console_of(wide=options.wide), *kind.parts(plain))
     if options.json is not None:
         write_json(options.json, plain)
+        print(f"wrote {shown(options.json)}")
     if options.plot is not None:
         kind.draw(plain, options.plot)
+        print(f"wrote {shown(options.plot)}")
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

@@ -87,7 +87,7 @@ class BenchConfig(Options):
     """
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = DEFAULTS
-    EXAMPLE: ClassVar[str] = "python -m ddpcore.bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
+    EXAMPLE: ClassVar[str] = "ddpcore bench --world-size 4 --strategies ddp,ssgd,dpsgd strategy.topology=ring"
 
     settings: Sequence[str] = SETTINGS
     world_size: int | None = field(None, "number of learners (4, or torchrun's)", least=1)

@@ -42,7 +42,7 @@ FAILED_PCT = 20.0  # a test error above this says that the run has failed
 class DemoConfig(Options):
     """One minute: SSGD and DPSGD on embedded handwritten digits, at growing learning rates, with several seeds."""
 
-    EXAMPLE = "python -m ddpcore.bench demo --plot demo.png"
+    EXAMPLE = "ddpcore demo --plot demo.png"
 
     seeds: int = field(4, "runs of each strategy at each learning rate", least=1)
     steps: int = field(400, "steps of each run", least=1)

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench optim``: the time of a whole optimizer step, of ours and of other libraries."""
+"""``ddpcore bench optim``: the time of a whole optimizer step, of ours and of other libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUM_TEMPORARIES = 3  # fp32 numbers for each parameter, in libraries that materi
 class OptimConfig(Options):
     """Time whole optimizer steps, interleaved, on the parameters of well-known networks."""
 
-    EXAMPLE = "python -m ddpcore.bench optim --models resnet18 --optimizers sgd,lamb"
+    EXAMPLE = "ddpcore bench optim --models resnet18 --optimizers sgd,lamb"
 
     models: tuple[str, ...] = field(USUAL, "comma-separated", choices=tuple(LISTS))
     optimizers: tuple[str, ...] = field(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench predict``: step times predicted from parts measured in isolation, and measured ones."""
+"""``ddpcore bench predict``: step times predicted from parts measured in isolation, and measured ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PredictConfig(BenchConfig):
     """Predict the step time of each strategy from parts measured in isolation, and measure it too."""
 
     DEFAULTS = LARGE
-    EXAMPLE = "python -m ddpcore.bench predict --world-size 4 model=resnet18"
+    EXAMPLE = "ddpcore bench predict --world-size 4 model=resnet18"
 
     strategies: tuple[str, ...] = field(COMPARED, "comma-separated", parts=STRATEGIES)
     topology: tuple[str, ...] = field(("ring", "random_pair"), "of strategies with neighbours", parts=TOPOLOGIES)

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench stats``: the time that noise statistics add to a step."""
+"""``ddpcore bench stats``: the time that noise statistics add to a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StatsConfig(BenchConfig):
     """Time steps without statistics, with those that cost nothing extra, and with all, interleaved."""
 
     DEFAULTS = LENET
-    EXAMPLE = "python -m ddpcore.bench stats --world-size 4 --every 50"
+    EXAMPLE = "ddpcore bench stats --world-size 4 --every 50"
 
     strategies: tuple[str, ...] = field(("ssgd",), "one of them", parts=STRATEGIES)
     every: int = field(50, "steps between two records", least=1)

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench topology``: costs and mixing speed of topologies, computed without any learner."""
+"""``ddpcore bench topology``: costs and mixing speed of topologies, computed without any learner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY = 8192  # learners; with more, an irregular topology takes minutes because 
 class TopologyConfig(Options):
     """Costs and mixing speed of topologies: edges, degrees, spectral gap, mixing time."""
 
-    EXAMPLE = "python -m ddpcore.bench topology --world-size 64"
+    EXAMPLE = "ddpcore bench topology --world-size 64"
 
     name: str = field(ALL, f"{ALL}, or one of {', '.join(TOPOLOGIES.names())}", metavar="NAME", positional=True)
     world_size: int = field(8, "number of learners", least=1)

@@ -174,21 +174,33 @@ class Done(Work):
 
 
 class Exchange(ABC):
-    """A transfer of neighbours' weights in progress.
+    """A transfer of neighbours' weights in progress. It holds the rows of other processes by their learners.
 
     End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``. Over shared memory
     ``rows`` may come before ``mixture``: so an exchange between several hosts reads the rows of its own host.
+
+    Args:
+        learners: the learners held here.
+        round_of: returns the round of a learner in this step: whom it averages with, and the weights.
     """
 
-    @abstractmethod
+    def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
+        self.learners, self.round_of = learners, round_of
+
     def quarantine(self, learners: Set[int]) -> None:
         """Let some learners of this process take the average of their neighbours, without their own weights."""
+        given = self.round_of
+        self.round_of = lambda learner: given(learner).without_self() if learner in learners else given(learner)
 
     @abstractmethod
+    def received(self) -> Mapping[int, Tensor]:
+        """Wait, then return the rows of other processes by learner."""
+
     def mixture(self) -> WeightAverage:
         """Wait, then return ``w <- W w``. The rows sent were the weights, which have not changed since then."""
+        rows, round_ = self.received(), self.round_of(self.learners[0])
+        return Mixture([rows[source] for source in round_.sources], round_.self_weight, round_.weights)
 
-    @abstractmethod
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with published rows q.
 
@@ -199,58 +211,6 @@ class Exchange(ABC):
             factor: a factor of the correction.
             decode: turns the received rows into published rows; None if they are equal.
         """
-
-    @abstractmethod
-    def differences(self, sent_LP: Tensor) -> Tensor:
-        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
-
-        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
-        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
-
-        Args:
-            sent_LP: x of the learners held here.
-        """
-
-    @abstractmethod
-    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
-        """Wait, then return the rows of the learners held here and of their neighbours, by learner.
-
-        Args:
-            sent_LX: the rows of the learners held here.
-        """
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Free the buffers without using them, after a wait if they are still written to. Collective."""
-
-
-class PeerExchange(Exchange):
-    """An exchange that holds the rows of other processes by the numbers of their learners.
-
-    Args:
-        learners: the learners held here.
-        round_of: returns the round of a learner in this step: whom it averages with, and the weights.
-    """
-
-    def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
-        self.learners, self.round_of = learners, round_of
-
-    @override
-    def quarantine(self, learners: Set[int]) -> None:
-        given = self.round_of
-        self.round_of = lambda learner: given(learner).without_self() if learner in learners else given(learner)
-
-    @abstractmethod
-    def received(self) -> Mapping[int, Tensor]:
-        """Wait, then return the rows of other processes by learner."""
-
-    @override
-    def mixture(self) -> WeightAverage:
-        rows, round_ = self.received(), self.round_of(self.learners[0])
-        return Mixture([rows[source] for source in round_.sources], round_.self_weight, round_.weights)
-
-    @override
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         received = self.received()
         rows = received if decode is None else {source: decode(source, row) for source, row in received.items()}
         rows = {**rows, **dict(zip(self.learners, published_LP, strict=True))}
@@ -262,12 +222,15 @@ class PeerExchange(Exchange):
             mixtures.append(Mixture(terms, 1.0, [*weights, -sum(weights)]))
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
-    @override
-    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
-        return {**self.received(), **dict(zip(self.learners, sent_LX, strict=True))}
-
-    @override
     def differences(self, sent_LP: Tensor) -> Tensor:
+        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+
+        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
+        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
+
+        Args:
+            sent_LP: x of the learners held here.
+        """
         rows = self.rows(sent_LP)
         sums_LP = torch.zeros_like(sent_LP)
         for learner, total in zip(self.learners, sums_LP, strict=True):
@@ -276,8 +239,16 @@ class PeerExchange(Exchange):
                 total += (rows[source] - rows[learner]).mul_(weight)
         return sums_LP
 
-    @override
+    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
+        """Wait, then return the rows of the learners held here and of their neighbours, by learner.
+
+        Args:
+            sent_LX: the rows of the learners held here.
+        """
+        return {**self.received(), **dict(zip(self.learners, sent_LX, strict=True))}
+
     def abandon(self) -> None:
+        """Free the buffers without using them, after a wait if they are still written to. Collective."""
         self.received()
 
 

@@ -11,16 +11,14 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.elastic_group import ProcessGroupFabric
-from ddpcore.comm.fabric import Fabric, run_in
+from ddpcore.comm.fabric import Fabric, ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
 from ddpcore.comm.groups import TIMEOUT_SECONDS, check_timeout, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
-from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, check_on_failure
+from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, Roll
 from ddpcore.comm.mixed import MixedCommunicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
-from ddpcore.comm.shared.elastic import SharedMemoryFabric
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.comm.virtual import ElasticVirtualCommunicator, VirtualCommunicator
 from ddpcore.runtime.launch import check_agents
@@ -54,7 +52,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
-        check_on_failure(self.on_failure)
+        if self.on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure is {self.on_failure!r}: choose from {', '.join(ON_FAILURE)}")
         if self.membership is not None and self.on_failure == ON_FAILURE[0]:
             raise ValueError("membership is of a run with on_failure='shrink': pass that, or leave membership= out")
 
@@ -119,16 +118,19 @@ def _connect_elastic(
     if group is None:
         return ElasticVirtualCommunicator(num)
     check_agents()
-    ids, first = (None, 0) if membership is None else (membership.members, membership.first)
     hosts = gather_objects(group, coordination.host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=num, device=device.type, num_hosts=len(set(hosts)), may_die=True)
     if choice.name == "ipc":
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
+    ids = tuple(range(num)) if membership is None else membership.members
+    fabric: Fabric
     if choice.name == "shm":
-        fabric: Fabric = SharedMemoryFabric(group, timeout, ids)
+        coordinator = coordination.Coordinator(group, timeout, ids)
+        fabric = SharedMemoryFabric(Roll(new_run(group, timeout), timeout), coordinator)
     else:
-        fabric = ProcessGroupFabric(group, device, timeout, ids)
-    return ElasticCommunicator(fabric, first=first)
+        fabric = ProcessGroupFabric(Roll(new_run(group, timeout), timeout), str(dist.get_backend(group)), device)
+    fabric.take(ids[dist.get_rank(group)], ids)
+    return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
@@ -162,10 +164,11 @@ def find_run(store: dist.Store, device: torch.device, timeout: float) -> Elastic
     Raises:
         RuntimeError: there is no such run.
     """
-    roll, kind, first = run_in(store, timeout)
+    roll = Roll(last_run(store, timeout), timeout)
+    run = roll.wait_for("run")
     fabric: Fabric
-    if kind == "shm":
-        fabric = SharedMemoryFabric.of_newcomer(roll)
+    if run["kind"] == "shm":
+        fabric = SharedMemoryFabric(roll, coordination.Coordinator(None, timeout))
     else:
-        fabric = ProcessGroupFabric.of_newcomer(roll, kind, device)
-    return ElasticCommunicator(fabric, first=first)
+        fabric = ProcessGroupFabric(roll, run["kind"], device)
+    return ElasticCommunicator(fabric, first=run["first"])

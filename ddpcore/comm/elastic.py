@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Exchange, PeerExchange, Work
-from ddpcore.comm.fabric import Fabric, JoinProtocol, Members, Operation, ask
+from ddpcore.comm.agreement import first_difference
+from ddpcore.comm.base import Communicator, Exchange, Work
+from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.groups import Fact, at, check_has_average, size_of
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
@@ -42,7 +43,9 @@ class ElasticCommunicator(Communicator):
         self._fabric = fabric
         self.membership = Membership(fabric.members, first=first)
         self.num_operations = self.num_agreed = 0
-        self._joins = JoinProtocol(fabric)
+        self._facts: list[Fact] | None = None  # what all members train; None: no rank can join
+        self._num_requests = 0  # that were answered
+        self._seen = -1  # operations that were over at the last look for a request
 
     def enter(self, facts: list[Fact]) -> None:
         """As a new rank: ask to join, and wait until the members let it in. They wait from then on.
@@ -51,10 +54,17 @@ class ElasticCommunicator(Communicator):
             ValueError: the ranks of the run train something else, or cannot take another rank.
             RuntimeError: the run does not answer.
         """
-        answer = ask(self._fabric, facts)
-        self.membership = Membership(self._fabric.members, first=self.membership.first)
+        roll = self._fabric.roll
+        number = roll.ask()
+        roll.write(f"request/{number}", {"facts": facts, "address": self._fabric.address})
+        answer = roll.wait_for(f"answer/{number}")
+        if "why" in answer:
+            raise ValueError(f"the run does not let this rank join: {answer['why']}")
+        members = tuple(answer["members"])
+        self._fabric.join(answer["rank"], members, answer["position"])
+        self.membership = Membership(members, first=self.membership.first)
         self.num_operations = self.num_agreed = answer["operation"]
-        self._joins.announce_again(facts, answer["handled"])
+        self._facts, self._num_requests = facts, number  # lets in further ranks
 
     @property
     def num_learners(self) -> int:  # type: ignore[override]
@@ -76,10 +86,6 @@ class ElasticCommunicator(Communicator):
     def member(self) -> int:
         return self._fabric.rank
 
-    @override
-    def announce(self, facts: Sequence[Fact], first: int) -> None:
-        self._joins.announce(list(facts), first)
-
     @property
     @override
     def waited(self) -> Mapping[int, float]:
@@ -92,17 +98,57 @@ class ElasticCommunicator(Communicator):
     # ---- ranks that join ----
 
     @override
+    def announce(self, facts: Sequence[Fact], first: int) -> None:
+        self._facts = list(facts)
+        self._fabric.roll.write("run", {"kind": self._fabric.kind, "first": first})
+
+    @override
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
 
-        All members take the same decision: the first of them writes into the store after which operation a rank joins,
-        before it begins that operation, so all others read it when the operation is over.
+        Ranks come in the order in which they asked, one at a time. All members take the same decision: the first of
+        them writes into the store after which operation a rank joins, before it begins that operation, so all others
+        read it when the operation is over.
         """
-        new = self._joins.open(self.membership, self.num_operations, self.num_agreed)
-        if new is not None:
-            members = tuple(sorted((*self.membership.members, new)))
-            self.membership.change(members, self.num_operations, step)
+        if self._facts is None or self.num_agreed == self._seen:
+            return None  # nothing was agreed on since the last look, so others may not see the same
+        self._seen = self.num_agreed
+        number, roll = self._num_requests + 1, self._fabric.roll
+        try:
+            after = roll.read(f"plan/{number}")
+            is_first = self._fabric.rank == self.membership.members[0]
+            if after is None and is_first and roll.asked >= number and roll.read(f"request/{number}") is not None:
+                roll.write_once(f"plan/{number}", self.num_operations)
+        except RuntimeError:  # the store is gone: nobody can join any more
+            self._facts = None
+            return None
+        return None if after is None or self.num_agreed <= after else self._answer(number, step)
+
+    def _answer(self, number: int, step: int) -> int | None:
+        """Answer a request to join, on all members alike. Returns the id of the rank, or None for a refusal."""
+        roll, members = self._fabric.roll, self.membership.members
+        self._num_requests = number
+        request = roll.read(f"request/{number}")
+        if why := self._why_not(request["facts"]):
+            roll.write_once(f"answer/{number}", {"why": why})
+            return None
+        new = next(one for one in range(len(members) + 1) if one not in members)
+        with_new = tuple(sorted((*members, new)))
+        answer = {"rank": new, "members": with_new, "operation": self.num_operations, "position": self._fabric.position}
+        roll.write_once(f"answer/{number}", answer)
+        self._fabric.admit(new, request["address"], with_new)
+        self.membership.change(with_new, self.num_operations, step)
         return new
+
+    def _why_not(self, facts: list[list[str]]) -> str:
+        assert self._facts is not None
+        if self.num_operations != self.num_agreed:
+            return "an exchange is in progress at the end of each step, as with staleness 1"
+        difference = first_difference(self._facts, [(name, value) for name, value in facts])
+        if difference is None:
+            return ""
+        what, here, there = difference
+        return f"{what} is {there} here and {here} in the run"
 
     @override
     def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
@@ -226,7 +272,7 @@ class _ElasticAverage(Work):
         self._comm._fabric.done(self._operation)
 
 
-class _ElasticExchange(PeerExchange):
+class _ElasticExchange(Exchange):
     def __init__(self, comm: ElasticCommunicator, operation: Operation) -> None:
         super().__init__((comm._fabric.rank,), lambda _: self._round)
         self._comm, self._operation = comm, operation

@@ -1,35 +1,47 @@
-"""Transports between ranks that may die, the record of who is left, and how a rank joins.
+"""How rows travel between ranks that may die, and how these ranks find out who is left.
 
-Every rank has a thread that answers roll calls. A rank that sees an error opens the next *generation* in the store and
-calls all ranks: who is dead does not answer. When all that answer have come too, the first of them writes the list of
-members of the generation; the store takes the first list only. The store orders, and no single rank must live.
+Shared memory: a flag never goes back, and a dead process writes none. So when every rank has either begun an operation
+or is dead, all ranks see the same set of ranks that have begun it, without another message.
+
+Process group: a rank cannot see what another one has received. So after the messages of an operation all members gather
+its number: who gets all numbers knows that all members have received their rows. If that fails, the members that are
+left tell each other, through the roll, the last operation that they have received: operations that all have received
+are done, and the others are begun again in a new group.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import secrets
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from typing_extensions import override
 
-from ddpcore.comm.agreement import first_difference
-from ddpcore.comm.groups import Fact, gather_objects, own_client
-from ddpcore.comm.membership import Membership
+from ddpcore.comm.groups import gather_objects, own_client, own_group
+from ddpcore.comm.membership import POLL_SECONDS, Roll
+from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
+from ddpcore.comm.shared.memory import HostMemory, Slot, Slots
 from ddpcore.topology.rounds import Round
 
-ANSWER_SECONDS = 1.0  # a rank that does not answer for so long is dead; ranks look for calls 20 times in this time
-_POLL_SECONDS = ANSWER_SECONDS / 20
-
-
+_SLICE_SECONDS = 0.1  # a waiting rank looks this often for a call of another one
+_CONNECT_SECONDS = 10.0  # all members have come by then, unless one dies
+_LEAST_BYTES = 4096  # areas have sizes of powers of two, so that few are needed
 _RUN_KEY = "ddpcore/elastic run"
+_MISMATCH = "ranks call different operations"
+
+Members = tuple[int, ...]
 
 
 def new_run(group: dist.ProcessGroup, timeout: float) -> dist.Store:
@@ -48,150 +60,8 @@ def last_run(store: dist.Store, timeout: float) -> dist.Store:
     while not store.check([_RUN_KEY]):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the store has no run with on_failure='shrink' after {timeout:g} s: start that first")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     return dist.PrefixStore(f"ddpcore/{bytes(store.get(_RUN_KEY)).decode()}", store)
-
-
-class GenerationStore:
-    """The record of generations in a store that all ranks reach, and that outlives each of them.
-
-    Args:
-        store: under a prefix that no other run uses.
-        rank: the id of this rank.
-        timeout: seconds that a living rank may let the others wait.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, timeout: float) -> None:
-        self._store, self._rank, self.timeout = store, rank, timeout
-        self.generation = 0
-        self.asked = 0  # how many ranks have asked to join so far, as far as this rank knows
-        self._opened = 0  # the last generation that a rank has opened, as far as this rank knows
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._answer, daemon=True, name="ddpcore-roll-call")
-        self._thread.start()
-
-    def enter(self, rank: int) -> None:
-        """Take part from now on, as a rank that has joined."""
-        self._rank = rank
-
-    def close(self) -> None:
-        """Answer no more. The others then see this rank as gone."""
-        self._is_closed.set()
-
-    @property
-    def is_called(self) -> bool:
-        """Whether a rank has opened the next generation."""
-        return self._opened > self.generation
-
-    def _answer(self) -> None:
-        answered: tuple[int, int] = 0, 0
-        while not self._is_closed.wait(_POLL_SECONDS):
-            generation = self.generation + 1
-            try:
-                self.asked = self._store.add("joins", 0)
-                call = self._store.add(f"{generation}/call", 0)
-                if call and self._rank >= 0 and (generation, call) != answered:
-                    self._store.set(f"{generation}/alive/{self._rank}", str(call))
-                    answered = generation, call
-                    self._opened = generation
-            except RuntimeError:  # the store is gone: a wait of this rank says so
-                return
-
-    def next_generation(self, members: tuple[int, ...], state: int) -> tuple[tuple[int, ...], list[int]]:
-        """Open or join the next generation. Returns its members, on each of them the same, and the state of each.
-
-        Args:
-            members: of this generation.
-            state: a number that the others must know.
-
-        Raises:
-            RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
-        """
-        try:
-            agreed = self._agree(members, state)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise RuntimeError(
-                f"the store of the process group is gone ({str(error).partition(chr(10))[0]}): keep it outside of the "
-                "ranks, by torchrun's agent or a FileStore"
-            ) from error
-        if self._rank not in agreed:
-            raise RuntimeError(f"the others went on without rank {self._rank}, which did not answer: start it again")
-        number = self.generation + 1
-        states = [int(self._store.get(f"{number}/ready/{one}")) for one in agreed]
-        self.generation = number
-        return agreed, states
-
-    def write_once(self, key: str, value: object) -> Any:
-        """Write a value as JSON unless there is one already. Returns the one that is there."""
-        return json.loads(bytes(self._store.compare_set(key, "", json.dumps(value))))
-
-    def write(self, key: str, value: object) -> None:
-        """Write a value as JSON."""
-        self._store.set(key, json.dumps(value))
-
-    def read(self, key: str) -> Any:
-        """The value of a key, or None."""
-        return json.loads(bytes(self._store.get(key))) if self._store.check([key]) else None
-
-    def wait_for(self, key: str) -> Any:
-        """The value of a key, waiting for it. RuntimeError: it does not come in time.
-
-        It looks again after 1/50 of the time that it has waited so far, because the rank that writes the value may wait
-        for this one.
-        """
-        began = time.monotonic()
-        while (value := self.read(key)) is None:
-            waited = time.monotonic() - began
-            if waited > self.timeout:
-                raise RuntimeError(f"no rank of the run answered within {self.timeout:g} s: is it still training?")
-            time.sleep(min(max(waited / 50, 0.001), _POLL_SECONDS))
-        return value
-
-    def ask(self) -> int:
-        """Ask to join. Returns the number of the request, from 1."""
-        return int(self._store.add("joins", 1))
-
-    def group_store(self) -> dist.Store:
-        """Where the members of this generation connect."""
-        return dist.PrefixStore(f"{self.generation}/group", self._store)
-
-    def _agree(self, members: tuple[int, ...], state: int) -> tuple[int, ...]:
-        number, store = self.generation + 1, self._store
-        list_key = f"{number}/members"
-        store.set(f"{number}/ready/{self._rank}", str(state))
-        deadline = time.monotonic() + self.timeout
-        while not store.check([list_key]):
-            call = store.add(f"{number}/call", 1)
-            asked = time.monotonic()
-            left = self._left(number, members, call, asked + ANSWER_SECONDS)
-            waiting = [one for one in left if not store.check([f"{number}/ready/{one}"])]
-            if not waiting:
-                return self._decided(store.compare_set(list_key, "", json.dumps(left)))
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {waiting} live and did not come within {self.timeout:g} s after a failure")
-        return self._decided(store.get(list_key))
-
-    def _left(self, number: int, members: tuple[int, ...], call: int, until: float) -> list[int]:
-        """The members that are ready or answer the call; it returns at once when all do."""
-        left: list[int] = []
-        while True:
-            left = [one for one in members if self._is_left(number, one, call)]
-            if len(left) == len(members) or time.monotonic() > until:
-                return left
-            time.sleep(_POLL_SECONDS / 5)
-
-    def _is_left(self, number: int, one: int, call: int) -> bool:
-        key = f"{number}/alive/{one}"
-        return self._store.check([f"{number}/ready/{one}"]) or (
-            self._store.check([key]) and int(self._store.get(key)) >= call
-        )
-
-    @staticmethod
-    def _decided(value: Any) -> tuple[int, ...]:
-        return tuple(json.loads(bytes(value)))
-
-
-Members = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -206,7 +76,7 @@ class Operation:
         members: the members when it began.
         round_of: whom this rank reads from and who reads from it, by ids, if these are the members.
         in_place: whether readers read ``row`` itself.
-        place: what the transport keeps.
+        place: what the fabric keeps.
     """
 
     number: int
@@ -218,22 +88,39 @@ class Operation:
     in_place: bool = False
     place: Any = None
 
+    def __str__(self) -> str:
+        return f"{self.what}, number {self.number}"
+
 
 class Fabric(ABC):
     """Carries the rows of operations between ranks, and finds out which ranks are left.
 
+    Args:
+        roll: of the run.
+
     Attributes:
-        rank: the id of this rank.
-        members: ids of the ranks that it connects at first.
+        rank: the id of this rank; -1 before it takes part.
+        members: ids of the ranks that it connects.
+        kind: ``shm``, or the backend of the process group.
         description: the transport, as text for people.
+        address: plain values by which another rank finds this one.
+        waited: see :attr:`Communicator.waited`.
     """
 
-    rank: int
-    members: Members
+    kind: str
     description: str
-    kind: str  # shm, or the backend of the process group
-    roll: GenerationStore
-    address: Any = None  # plain values by which another rank finds this one
+    address: Any = None
+
+    def __init__(self, roll: Roll) -> None:
+        self.roll, self.rank = roll, -1
+        self.members: Members = (-1,)
+        self.waited: Mapping[int, float] = {}
+        weakref.finalize(self, roll.close)
+
+    def take(self, rank: int, members: Members) -> None:
+        """Be this rank from now on, and connect these members, itself among them."""
+        self.rank, self.members = rank, members
+        self.roll.enter(rank)
 
     @property
     @abstractmethod
@@ -241,12 +128,12 @@ class Fabric(ABC):
         """A number that a rank which joins now must know."""
 
     @abstractmethod
-    def admit(self, one: int, address: Any, members: Members) -> None:
-        """Connect a rank that joins, between two operations. It may have died."""
+    def join(self, rank: int, members: Members, position: int) -> None:
+        """Become a rank of a run that has begun, with these members, itself among them."""
 
     @abstractmethod
-    def join(self, rank: int, members: Members, position: int) -> None:
-        """Become a rank of a run, with these members, itself among them."""
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        """Connect a rank that joins, between two operations. It may have died."""
 
     @abstractmethod
     def begin(self, operation: Operation) -> None:
@@ -272,109 +159,292 @@ class Fabric(ABC):
         """Where an operation in place writes the new row; None: into the row itself."""
         return None
 
-    @property
-    def waited(self) -> Mapping[int, float]:
-        """See :attr:`Communicator.waited`."""
-        return {}
 
+class SharedMemoryFabric(Fabric):
+    """Publishes rows in areas of shared memory. The members are the ranks of one host.
 
-class JoinProtocol:
-    """Lets ranks in, one at a time, in the order in which they asked.
+    An area is written again when all members have begun an operation that comes after the reading. Weights that are
+    exchanged in place lie in such an area, and the step writes the new weights into another one.
 
     Args:
-        fabric: the connection of the members.
-
-    Attributes:
-        facts: what all members train; a rank that trains something else is refused. None: no rank can join.
-        why_closed: why no rank can join, as text; empty if one can.
+        roll: of the run.
+        coordinator: of the ranks, or of this one alone if it joins later.
     """
 
-    def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
-        self.facts: list[Fact] | None = None
-        self.why_closed = ""
-        self.num_handled = 0
-        self._seen = -1  # operations that were over at the last look
+    kind = "shm"
 
-    def announce(self, facts: list[Fact], first: int) -> None:
-        """From now on ranks may ask. ``first`` is the number of learners that the run began with."""
-        self.facts = facts
-        self._fabric.roll.write("run", {"kind": self._fabric.kind, "first": first})
+    def __init__(self, roll: Roll, coordinator: Coordinator) -> None:
+        super().__init__(roll)
+        self._coordinator, self._memory = coordinator, HostMemory()
+        self.address, self.waited = tuple(coordinator.address), coordinator.waited
+        self._areas = Slots()
+        self._own: Slot | None = None  # where weights lie that are exchanged in place
+        self.description = "shared memory of one host"
 
-    def announce_again(self, facts: list[Fact], num_handled: int) -> None:
-        """In a rank that has joined itself: let in further ones."""
-        self.facts, self.num_handled = facts, num_handled
+    @override
+    def take(self, rank: int, members: Members) -> None:
+        super().take(rank, members)
+        self.description = f"shared memory of one host, {len(members)} ranks"
+        self.roll.write(f"address/{rank}", self.address)
 
-    def open(self, membership: Membership, num_operations: int, num_agreed: int) -> int | None:
-        """Let in the rank whose turn it is, if the operation after which it comes is over. Returns its id."""
-        if self.facts is None or num_agreed == self._seen:
-            return None  # nothing was agreed on since the last look, so others may not see the same
-        self._seen = num_agreed
-        number, roll = self.num_handled + 1, self._fabric.roll
-        try:
-            plan = roll.read(f"plan/{number}")
-            if plan is None:
-                self._plan(membership, number, num_operations)
-                return None
-        except RuntimeError:  # the store is gone: nobody can join any more
-            self.facts = None
+    @property
+    @override
+    def position(self) -> int:
+        return self._coordinator.num_operations
+
+    @override
+    def join(self, rank: int, members: Members, position: int) -> None:
+        addresses = {one: ControlAddress(*self.roll.read(f"address/{one}")) for one in members if one != rank}
+        self._coordinator.join(rank, addresses, position)
+        self.take(rank, members)
+
+    @override
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        self._coordinator.admit(one, ControlAddress(*address))
+        self._areas = Slots()  # the new rank has no old ones, so all ranks allocate new ones when they need them
+        self._own = None
+        self.take(self.rank, members)
+
+    @override
+    def begin(self, operation: Operation) -> None:
+        row = operation.row.view(torch.uint8)
+        self._areas.note_used(self._coordinator.num_operations)
+        mine = self._own if operation.in_place else None
+        is_there = mine is not None and mine.views[self.rank].data_ptr() == row.data_ptr()
+        area = mine if mine is not None and is_there else self._free_area(row.numel())
+        area.used = None
+        own = area.views[self.rank][: row.numel()]
+        if own.data_ptr() != row.data_ptr():
+            own.copy_(row)
+        operation.place = area, self._coordinator.arrive(str(operation))
+
+    @override
+    def agree(self, operation: Operation) -> Members:
+        _, number = operation.place
+        come = (*self._coordinator.await_arrived(operation.members, number, may_die=True),)
+        self.members = tuple(one for one in self.members if one in come)  # nobody waits for the dead again
+        return come
+
+    @override
+    def rows(self, operation: Operation, members: Sequence[int]) -> dict[int, Tensor]:
+        area, _ = operation.place
+        num_bytes, dtype = operation.row.nbytes, operation.row.dtype
+        return {one: area.views[one][:num_bytes].view(dtype) for one in members}
+
+    @override
+    def done(self, operation: Operation) -> None:
+        self._areas.hand_out(operation.place[0])
+
+    @override
+    def next_row(self, operation: Operation) -> Tensor | None:
+        if not operation.in_place:
             return None
-        return None if num_agreed <= plan["after"] else self._answer(membership, number, num_operations, num_agreed)
+        self._own = self._free_area(operation.row.nbytes)
+        return self._own.views[self.rank][: operation.row.nbytes].view(operation.row.dtype)
 
-    def _plan(self, membership: Membership, number: int, num_operations: int) -> None:
-        """Only the first member plans. The next operation has not begun: who finishes it will read the plan."""
-        roll = self._fabric.roll
-        is_first = self._fabric.rank == membership.members[0]
-        if is_first and roll.asked >= number and roll.read(f"request/{number}") is not None:
-            roll.write_once(f"plan/{number}", {"after": num_operations})
-
-    def _answer(self, membership: Membership, number: int, num_operations: int, num_agreed: int) -> int | None:
-        roll, members = self._fabric.roll, membership.members
-        request = roll.read(f"request/{number}")
-        self.num_handled = number
-        why = self._why_not(request, num_operations, num_agreed)
-        if why:
-            roll.write_once(f"answer/{number}", {"why": why})
-            return None
-        new = next(one for one in range(len(members) + 1) if one not in members)
-        with_new = sorted((*members, new))
-        roll.write_once(
-            f"answer/{number}",
-            {
-                "rank": new,
-                "members": with_new,
-                "operation": num_operations,
-                "position": self._fabric.position,
-                "handled": number,
-            },
+    def _free_area(self, num_bytes: int) -> Slot:
+        """An area that no rank reads."""
+        size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
+        return self._areas.take(
+            size,
+            self._coordinator.num_operations,
+            lambda num: self._new_areas(size, num),
+            lambda _, number: self._coordinator.await_passed(self.members, number, may_die=True),
         )
-        self._fabric.admit(new, request["address"], tuple(with_new))
-        return new
 
-    def _why_not(self, request: Any, num_operations: int, num_agreed: int) -> str:
-        assert self.facts is not None
-        if self.why_closed or num_operations != num_agreed:
-            return self.why_closed or "an exchange is in progress at the end of each step, as with staleness 1"
-        difference = first_difference(self.facts, [(name, value) for name, value in request["facts"]])
-        if difference is None:
-            return ""
-        what, here, there = difference
-        return f"{what} is {there} here and {here} in the run"
+    def _new_areas(self, size: int, num: int) -> list[Slot]:
+        """Allocate zeros on each rank, for all areas in one piece: in each piece ranks wait twice. Collective."""
+        views = self._coordinator.allocate(self._memory, num * size, self.members, may_die=True)
+        parts = {rank: view.split(size) for rank, view in views.items()}
+        return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
 
 
-def run_in(store: dist.Store, timeout: float) -> tuple[GenerationStore, str, int]:
-    """Find the run of a store. Returns its record, the kind of its fabric, and how many learners it began with."""
-    roll = GenerationStore(last_run(store, timeout), -1, timeout)
-    run = roll.wait_for("run")
-    return roll, run["kind"], run["first"]
+class _Flight:
+    """The messages of an operation, in one group.
+
+    Attributes:
+        rows: that are received, by their rank.
+        works: of torch.
+        ended: that the wait has ended, with ``error`` or without.
+        is_waited: the wait has begun.
+        is_received: all rows are here.
+        is_done: all members have received their rows.
+    """
+
+    def __init__(self, group: _Group, rows: dict[int, Tensor]) -> None:
+        self.group, self.rows = group, rows
+        self.works: list[Any] = []
+        self.error, self.ended = "", threading.Event()
+        self.is_waited = self.is_received = self.is_done = False
 
 
-def ask(fabric: Fabric, facts: list[Fact]) -> Any:
-    """Ask to join, and wait for the answer of the members. ValueError: they refuse."""
-    number = fabric.roll.ask()
-    fabric.roll.write(f"request/{number}", {"facts": facts, "address": fabric.address})
-    answer = fabric.roll.wait_for(f"answer/{number}")
-    if "why" in answer:
-        raise ValueError(f"the run does not let this rank join: {answer['why']}")
-    fabric.join(answer["rank"], tuple(answer["members"]), answer["position"])
-    return answer
+class _Group:
+    """One generation: a group of torch, made without the default group, which a dead rank has spoiled.
+
+    A thread waits for transfers, because a wait of gloo cannot be interrupted. A member that died since it came is
+    found out by the first operation: ``error`` says why the group could not be made.
+    """
+
+    def __init__(self, roll: Roll, backend: str, members: Members, rank: int, device: torch.device) -> None:
+        self.members, self._device, self.error = members, device, ""
+        self._is_nccl = backend == "nccl"
+        self._jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None] = SimpleQueue()
+        if len(members) == 1:
+            return
+        try:
+            self._group = own_group(
+                {device.type: backend}, roll.group_store(), members.index(rank), len(members), _CONNECT_SECONDS
+            )
+        except RuntimeError as error:
+            self.error = _first_line(error)
+            return
+        if not self._is_nccl:
+            self._group.set_timeout(timedelta(seconds=roll.timeout))
+        threading.Thread(target=_wait_for_transfers, args=(self._jobs,), daemon=True, name="ddpcore-transfers").start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def transfer(self, number: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
+        """Start messages from and to members."""
+        if self.error:
+            raise RuntimeError(self.error)
+        if not sends and not receives:
+            return []
+        if self._is_nccl:
+            self._group._start_coalescing(self._device)
+        works = [self._group.send([row], self.members.index(to), number) for to, row in sends]
+        works += [self._group.recv([row], self.members.index(source), number) for source, row in receives]
+        return [self._group._end_coalescing(self._device)] if self._is_nccl else works
+
+    def start_wait(self, flight: _Flight, operation: Operation) -> None:
+        """Let the thread wait for the rows of an operation, and then for those of all members."""
+        group, device, num = self._group, self._device, len(self.members)
+
+        def wait() -> None:
+            for work in flight.works:
+                work.wait()
+            flight.is_received = True
+            digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
+            own = torch.tensor([int.from_bytes(digest, "little")], device=device)
+            everyone = [torch.empty_like(own) for _ in range(num)]
+            group.allgather([everyone], [own]).wait()
+            if len(set(torch.cat(everyone).tolist())) > 1:
+                raise RuntimeError(
+                    f"{_MISMATCH}, this one {operation.what}: all ranks must call the same in the same order, so run a "
+                    "pass of one rank alone under torch.no_grad(), and evaluation_model(), consensus_distance() and "
+                    "load_state_dict() on all ranks"
+                )
+
+        flight.is_waited = True
+        self._jobs.put((flight, wait))
+
+
+def _wait_for_transfers(jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        flight, wait = job
+        try:
+            wait()
+        except RuntimeError as error:
+            flight.error = _first_line(error)
+        flight.ended.set()
+        del flight, wait, job  # which would keep the group
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+class ProcessGroupFabric(Fabric):
+    """Sends the rows of operations over gloo or NCCL.
+
+    Args:
+        roll: of the run.
+        backend: ``gloo`` or ``nccl``.
+        device: of the rows.
+    """
+
+    def __init__(self, roll: Roll, backend: str, device: torch.device) -> None:
+        super().__init__(roll)
+        self.kind, self.description, self._device = backend, f"torch.distributed, {backend}", device
+        self._flying: dict[int, Operation] = {}  # begun, not yet known to be done by all members
+        self._received = -1  # the last operation of which this rank has all rows
+
+    @override
+    def take(self, rank: int, members: Members) -> None:
+        super().take(rank, members)
+        self.roll.generation += 1
+        self._group = self._connect(members)
+
+    def _connect(self, members: Members) -> _Group:
+        return _Group(self.roll, self.kind, members, self.rank, self._device)
+
+    @property
+    @override
+    def position(self) -> int:
+        return self.roll.generation
+
+    @override
+    def join(self, rank: int, members: Members, position: int) -> None:
+        self.roll.generation = position
+        self.take(rank, members)
+
+    @override
+    def admit(self, one: int, address: Any, members: Members) -> None:
+        self.take(self.rank, members)
+
+    @override
+    def begin(self, operation: Operation) -> None:
+        self._flying[operation.number] = operation
+        self._send(operation)
+
+    def _send(self, operation: Operation) -> None:
+        round_ = operation.round_of(self._group.members)
+        flight = _Flight(self._group, {source: torch.empty_like(operation.row) for source in round_.sources})
+        operation.place = flight
+        sends = [(reader, operation.row) for reader in round_.destinations]
+        try:
+            flight.works = self._group.transfer(operation.number, sends, list(flight.rows.items()))
+        except RuntimeError as error:  # agree() begins it again
+            flight.error = _first_line(error)
+
+    @override
+    def agree(self, operation: Operation) -> Members:
+        while not operation.place.is_done:
+            if not self._is_done(operation):
+                self._renew(operation)
+        self._received = operation.number
+        self._flying.pop(operation.number, None)
+        members: Members = operation.place.group.members
+        return members
+
+    def _is_done(self, operation: Operation) -> bool:
+        """Wait for the messages of an operation and for all members. Returns whether nothing failed anywhere."""
+        flight: _Flight = operation.place
+        if not flight.error and len(flight.group.members) > 1:
+            if not flight.is_waited:
+                flight.group.start_wait(flight, operation)
+            while not flight.ended.wait(_SLICE_SECONDS):
+                if self.roll.is_called:
+                    return False  # another rank saw a failure
+            if _MISMATCH in flight.error:
+                raise RuntimeError(flight.error)
+        flight.is_done = not flight.error
+        return flight.is_done
+
+    def _renew(self, operation: Operation) -> None:
+        """Go on to the next generation, and begin again what not all of its members have received."""
+        last = operation.number if operation.place.is_received else self._received
+        self.members, received = self.roll.next_generation(self._group.members, last)
+        self._group = self._connect(self.members)
+        for number, flying in sorted(self._flying.items()):
+            if number <= min(received):
+                flying.place.is_done = True
+            else:
+                self._send(flying)
+
+    @override
+    def rows(self, operation: Operation, members: Sequence[int]) -> dict[int, Tensor]:
+        return {one: operation.place.rows[one] for one in members}
+
+    @override
+    def done(self, operation: Operation) -> None:
+        operation.place.works.clear()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Decode, Exchange, Work
-from ddpcore.comm.reductions import sum_bytes
+from ddpcore.comm.base import Communicator, Exchange, Work
+from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.ops import WeightAverage
 from ddpcore.topology.base import Topology
 
@@ -170,7 +170,7 @@ class LinkedCommunicator(Communicator):
 
     def _linked_average(self, work: Work, rows: Tensor, learners: Sequence[int]) -> Work:
         self._count_bytes()
-        left = self._send(sum_bytes(rows[0], len(learners)))
+        left = self._send(all_reduce_bytes(rows[0].nbytes, len(learners)))
         return _LinkedWork(self, work, left, learners)
 
     @override
@@ -217,35 +217,24 @@ class _LinkedWork(Work):
 
 class _LinkedExchange(Exchange):
     def __init__(self, comm: LinkedCommunicator, exchange: Exchange, left: float, sources: Sequence[int]) -> None:
+        super().__init__(exchange.learners, exchange.round_of)
         self._comm, self._exchange, self._left, self._sources = comm, exchange, left, sources
-
-    @override
-    def mixture(self) -> WeightAverage:
-        self._arrive()
-        return self._exchange.mixture()
-
-    @override
-    def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
-        self._arrive()
-        return self._exchange.correction(published_LP, factor, decode)
-
-    @override
-    def differences(self, sent_LP: Tensor) -> Tensor:
-        self._arrive()
-        return self._exchange.differences(sent_LP)
-
-    @override
-    def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
-        self._arrive()
-        return self._exchange.rows(sent_LX)
 
     @override
     def quarantine(self, learners: Set[int]) -> None:
         self._exchange.quarantine(learners)
+        self.round_of = self._exchange.round_of
+
+    @override
+    def received(self) -> Mapping[int, Tensor]:
+        self._comm.wait(self._left, self._sources, num_delays=1)
+        return self._exchange.received()
+
+    @override
+    def mixture(self) -> WeightAverage:
+        self._comm.wait(self._left, self._sources, num_delays=1)
+        return self._exchange.mixture()
 
     @override
     def abandon(self) -> None:
         self._exchange.abandon()
-
-    def _arrive(self) -> None:
-        self._comm.wait(self._left, self._sources, num_delays=1)

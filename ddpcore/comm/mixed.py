@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, PeerExchange, Work
+from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
@@ -24,7 +24,7 @@ from ddpcore.topology.base import RANDOM_STEPS, Topology
 from ddpcore.topology.rounds import Round
 
 
-class MixedCommunicator(Communicator):
+class MixedCommunicator(ProcessGroupCommunicator):
     """Learner j is rank j of the group. Exchanges inside a host go by shared memory, those between hosts by the group.
 
     So do averages of groups (:meth:`average_groups_`): by shared memory if each group is on one host. All else goes by
@@ -35,30 +35,34 @@ class MixedCommunicator(Communicator):
         hosts: of each rank, a text that is equal for two ranks of one host.
         timeout: seconds that a living rank may let the others wait.
 
+    Attributes:
+        bytes_by_group: bytes that this learner has sent over the process group.
+
     Raises:
         ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of
             one host cannot reach each other's memory.
     """
 
-    transport = "mixed"
+    bytes_by_group: int = 0
 
     def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
-        self._far = ProcessGroupCommunicator(group, timeout=timeout)
-        self.num_learners, self.learners, rank = self._far.num_learners, self._far.learners, self._far.rank
+        super().__init__(group, timeout=timeout)
+        self.transport = "mixed"
         if len(hosts) != self.num_learners:
             raise ValueError(
                 f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: give one for each rank"
             )
         self._hosts = tuple(hosts)
-        on_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        self._near = SharedMemoryCommunicator(self._far.group, timeout, on_host)
+        on_host = [other for other, host in enumerate(hosts) if host == hosts[self.rank]]
+        self._near = SharedMemoryCommunicator(self.group, timeout, on_host)
         self._sizes_on_host: set[int] = set()  # of groups
+        self._between = self.description
         self.description = self._describe("", "")
 
     def _describe(self, near: str, far: str) -> str:
         num = len(set(self._hosts))
         return (
-            f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._far.description}, "
+            f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._between}, "
             f"between hosts{far} and for averages of all ranks"
         )
 
@@ -71,31 +75,15 @@ class MixedCommunicator(Communicator):
     @property
     @override
     def bytes_sent(self) -> int:
-        return self._near.bytes_sent + self._far.bytes_sent
+        return self._near.bytes_sent + self.bytes_by_group
 
     @bytes_sent.setter
     def bytes_sent(self, num: int) -> None:
-        self._far.bytes_sent = num - self._near.bytes_sent
+        self.bytes_by_group = num - self._near.bytes_sent
 
     @override
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._near.allocate(shape, dtype, device)
-
-    @override
-    def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
-        return self._far.live(weights_LP, rule)
-
-    @override
-    def broadcast_(self, rows: Tensor) -> None:
-        self._far.broadcast_(rows)
-
-    @override
-    def gather(self, values: Tensor) -> Tensor:
-        return self._far.gather(values)
-
-    @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self._far.average_(rows, step)
 
     @override
     def form_groups(self, size: int) -> None:
@@ -104,12 +92,13 @@ class MixedCommunicator(Communicator):
             self._near.form_groups(size)
             self._sizes_on_host.add(size)
         else:
-            self._far.form_groups(size)
+            super().form_groups(size)
 
     @override
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        way = self._near if size in self._sizes_on_host else self._far
-        return way.average_groups_(rows, size, step)
+        if size in self._sizes_on_host:
+            return self._near.average_groups_(rows, size, step)
+        return super().average_groups_(rows, size, step)
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
@@ -123,9 +112,9 @@ class MixedCommunicator(Communicator):
         self, near: Callable[[Tensor, Topology, int], Exchange], weights_LP: Tensor, topology: Topology, step: int
     ) -> Exchange:
         with self.report_failures_to_host():
-            from_far = self._far.exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
+            from_far = super().exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
         from_near = near(weights_LP, _Edges(topology, self._hosts, inside=True), step)
-        round_ = topology.round(step, self.learners[0], self.num_learners)
+        round_ = topology.round(step, self.rank, self.num_learners)
         return _MixedExchange(self, weights_LP, round_, from_near, from_far)
 
     @contextmanager
@@ -140,7 +129,7 @@ class MixedCommunicator(Communicator):
             self._near.fail(str(error))
 
 
-class _MixedExchange(PeerExchange):
+class _MixedExchange(Exchange):
     def __init__(
         self, comm: MixedCommunicator, weights_LP: Tensor, round_: Round, near: Exchange, far: Exchange
     ) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import (
     TIMEOUT_SECONDS,
     Call,
@@ -27,7 +27,7 @@ from ddpcore.comm.groups import (
     own_group,
     size_of,
 )
-from ddpcore.comm.reductions import average_blocks_, average_bytes, is_gathered, sum_bytes, sum_of
+from ddpcore.comm.reductions import all_reduce_bytes, average_blocks_, average_bytes, is_gathered, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import is_narrow
@@ -210,7 +210,7 @@ class ProcessGroupCommunicator(Communicator):
             return _Average(work, call, rows, everyone.flatten(0, 1), num)
         # A single row is summed in place: its columns are contiguous.
         total = rows[0] if self.num_rows == 1 else sum_of(rows)
-        self.bytes_sent += sum_bytes(total, num)
+        self.bytes_sent += all_reduce_bytes(total.nbytes, num)
         if is_narrow(total.dtype):
             return NarrowAverage(total, group, call)
         with call:
@@ -285,7 +285,7 @@ class _Average(Work):
             self._rows.copy_(mean)
 
 
-class _RankExchange(PeerExchange):
+class _RankExchange(Exchange):
     def __init__(
         self, rounds: Mapping[int, Round], buffers: Mapping[int, Tensor], device: torch.device, wait: Callable[[], None]
     ) -> None:

@@ -92,11 +92,6 @@ def average_bytes(row: Tensor, num_learners: int) -> int:
     """Bytes that each of n learners sends to average a row: n-1 rows in a gather, 2(n-1)/n rows in an all-reduce."""
     if is_gathered(row, num_learners):
         return row.nbytes * (num_learners - 1)
-    return sum_bytes(row, num_learners)
-
-
-def sum_bytes(row: Tensor, num_learners: int) -> int:
-    """Bytes that each of n learners sends in an all-reduce of a row."""
     return all_reduce_bytes(row.nbytes, num_learners)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, Work
 from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
 from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, sum_of
@@ -86,8 +86,8 @@ def csr_of(mixing: MixingMatrix, device: torch.device) -> Rows:
     )
 
 
-class StackedExchange(PeerExchange):
-    """An exchange between rows of one buffer. Args: the mixing matrix, and as for :class:`PeerExchange`."""
+class StackedExchange(Exchange):
+    """An exchange between rows of one buffer. Args: the mixing matrix, and as for :class:`Exchange`."""
 
     def __init__(self, rows: Rows, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
         super().__init__(learners, round_of)

@@ -42,7 +42,9 @@ class AlikeCheck:
         options = _options(learner.optimizer)
         numbers = torch.tensor([value for _, value in options], dtype=torch.float64, device=flat.param_LP.device)
         sums = _sums_of_bits(flat)
-        apart = torch.full_like(sums, self.is_apart)
+        membership = learner.comm.membership
+        has_joined = membership is not None and any(change.joined for change in membership.changes)
+        apart = torch.full_like(sums, self.is_apart or has_joined)  # a learner that joins has a momentum of its own
         rows = torch.cat([numbers.repeat(len(sums), 1), torch.stack([sums, apart], dim=1)], dim=1)
         everyone, apart = learner.comm.gather(rows).cpu().split([rows.shape[1] - 1, 1], dim=1)
         if bool(apart.any()):

@@ -33,7 +33,7 @@ def check_model(model: nn.Module) -> None:
         if wrapper := wrapper_of(module):
             raise ValueError(
                 f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too: "
-                "pass the model without it to distribute()"
+                "pass the model without it to distribute(); the fused optimizers also step sharded models"
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("a torch.jit model cannot call a strategy: pass the eager model, or one of torch.compile")

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.experiments list | run STUDY | compare RUNS... | landscape RUNS...``."""
+"""``ddpcore experiments list | run STUDY | compare RUNS... | landscape RUNS...``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = 130, str(error).replace("resume=True", "--resume")
     except KeyboardInterrupt:
         return 130
-    print(f"ddpcore.experiments: {plain(message)}", file=sys.stderr)
+    print(f"ddpcore experiments: {plain(message)}", file=sys.stderr)
     return code
 
 

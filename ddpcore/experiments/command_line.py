@@ -22,7 +22,7 @@ from ddpcore.training.landscapes import BATCH_NORM, NUM_SAMPLES, PLANES
 class ListOptions:
     """List the studies, or the rows of one study."""
 
-    EXAMPLE = "python -m ddpcore.experiments list mnist-effective-lr"
+    EXAMPLE = "ddpcore experiments list mnist-effective-lr"
 
     study: str | None = field(None, "a study", positional=True)
 
@@ -35,7 +35,7 @@ class RunOptions:
         ValueError: an option has a value that is not allowed.
     """
 
-    EXAMPLE = "python -m ddpcore.experiments run saddle-escape --scale smoke --out runs/saddle"
+    EXAMPLE = "ddpcore experiments run saddle-escape --scale smoke --out runs/saddle"
 
     study: str = field(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
@@ -76,7 +76,7 @@ class RunOptions:
 class CompareOptions:
     """Print published and measured numbers side by side, and a verdict on each claim."""
 
-    EXAMPLE = "python -m ddpcore.experiments compare runs/saddle --plot saddle.png"
+    EXAMPLE = "ddpcore experiments compare runs/saddle --plot saddle.png"
 
     runs: Sequence[Path] = field(
         MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
@@ -97,7 +97,7 @@ class LandscapeOptions:
         ValueError: an option has a value that is not allowed.
     """
 
-    EXAMPLE = "python -m ddpcore.experiments landscape runs/ssgd runs/dpsgd --points 25"
+    EXAMPLE = "ddpcore experiments landscape runs/ssgd runs/dpsgd --points 25"
 
     runs: Sequence[Path] = field(
         MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
@@ -146,7 +146,7 @@ def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptio
     Raises:
         ValueError: the words are no command; the message is one line.
     """
-    parser = Parser(prog="python -m ddpcore.experiments", description="Published experiments: run them, compare them.")
+    parser = Parser(prog="ddpcore experiments", description="Published experiments: run them, compare them.")
     parser.example = RunOptions.EXAMPLE
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
     for name, options in COMMANDS.items():

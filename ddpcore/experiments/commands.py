@@ -84,14 +84,14 @@ def _run(options: RunOptions) -> int:
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
     finished_now = f"finished: {len(plan.jobs) - num_failed} of {len(plan.jobs)}"
-    print(f"{finished_now}: python -m ddpcore.experiments compare {shown(folder.path)}")
+    print(f"{finished_now}: ddpcore experiments compare {shown(folder.path)}")
     if options.plot is not None:
         _draw(compare([folder.path]), [options.plot])
     return 1 if num_failed else 0
 
 
 def _warn(line: str) -> None:
-    print(f"ddpcore.experiments: {line}", file=sys.stderr, flush=True)
+    print(f"ddpcore experiments: {line}", file=sys.stderr, flush=True)
 
 
 def _compare(options: CompareOptions) -> int:

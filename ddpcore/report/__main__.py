@@ -1,4 +1,4 @@
-"""``python -m ddpcore.report``, see :mod:`ddpcore.report.command`."""
+"""``ddpcore report``, see :mod:`ddpcore.report.command`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with extra("report"):
             from ddpcore.report.command import run_command  # noqa: PLC0415  a missing package is one line
     except MissingPackage as error:
-        print(f"ddpcore.report: {error}", file=sys.stderr)
+        print(f"ddpcore report: {error}", file=sys.stderr)
         return 2
     return run_command(argv)
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.report RUNS... --out report.html`` and ``python -m ddpcore.report serve RUNS...``."""
+"""``ddpcore report RUNS... --out report.html`` and ``ddpcore report serve RUNS...``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReportOptions:
         ValueError: an option has a value that is not allowed.
     """
 
-    EXAMPLE = "python -m ddpcore.report runs/first --out report.html"
+    EXAMPLE = "ddpcore report runs/first --out report.html"
 
     runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
     out: Path = field(Path("report.html"), "the page to write", is_file=True)
@@ -50,7 +50,7 @@ class ServeOptions:
         ValueError: an option has a value that is not allowed.
     """
 
-    EXAMPLE = "python -m ddpcore.report serve runs/first"
+    EXAMPLE = "ddpcore report serve runs/first"
 
     runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
     port: int = field(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
@@ -65,15 +65,15 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     is_serve = words[:1] == ["serve"]
     kind: type[Any] = ServeOptions if is_serve else ReportOptions
-    prog = "python -m ddpcore.report" + (" serve" if is_serve else "")
+    prog = "ddpcore report" + (" serve" if is_serve else "")
     about = (kind.__doc__ or "").splitlines()[0]
-    more = "" if is_serve else "A run in progress: python -m ddpcore.report serve RUN ..."
+    more = "" if is_serve else "A run in progress: ddpcore report serve RUN ..."
     try:
         options = parse(kind, words[is_serve:], prog=prog, description=about, epilog=more)
         check_report()
         return _serve(options) if is_serve else _write(options)
     except (ValueError, OSError) as error:
-        print(f"ddpcore.report: {plain(str(error))}", file=sys.stderr)
+        print(f"ddpcore report: {plain(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -85,7 +85,7 @@ def _write(options: ReportOptions) -> int:
     sections = sections_of(sources, baseline)
     problems = [problem for section in sections for problem in section.problems]
     for problem in problems:
-        print(f"ddpcore.report: {plain(problem)}", file=sys.stderr)
+        print(f"ddpcore report: {plain(problem)}", file=sys.stderr)
     if not any(section.lines or section.tables or section.charts for section in sections):
         return 2
     replace_file(options.out, page_with(sections).encode())
@@ -95,7 +95,7 @@ def _write(options: ReportOptions) -> int:
 
 def _serve(options: ServeOptions) -> int:
     for problem in read_sources(options.runs).problems:
-        print(f"ddpcore.report: {plain(problem)}", file=sys.stderr)
+        print(f"ddpcore report: {plain(problem)}", file=sys.stderr)
     serve(options.runs, options.port, options.every)
     return 0
 

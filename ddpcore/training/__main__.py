@@ -1,4 +1,4 @@
-"""The command ``python -m ddpcore.training --out DIR KEY=VALUE...``: a whole training run."""
+"""The command ``ddpcore train --out DIR KEY=VALUE...``: a whole training run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig, describe_fields, merged
 from ddpcore.training.run import Interrupted, join_run, train_rank
 
-PROGRAM = "ddpcore.training"
+PROGRAM = "ddpcore train"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class TrainOptions:
     An option of a part is a key of its section, such as optimizer.momentum=0.9. --fields prints all fields.
     """
 
-    EXAMPLE = "python -m ddpcore.training --out runs/first model=mlp data=digits run.epochs=20"
+    EXAMPLE = "ddpcore train --out runs/first model=mlp data=digits run.epochs=20"
 
     settings: Sequence[str] = SETTINGS
     out: Path | None = field(None, "folder of record, checkpoints and model", metavar="DIR")
@@ -62,7 +62,7 @@ class TrainOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
     try:
-        options = parse(TrainOptions, argv, prog=f"python -m {PROGRAM}", description=TrainOptions.__doc__ or "")
+        options = parse(TrainOptions, argv, prog=PROGRAM, description=TrainOptions.__doc__ or "")
         if options.fields is not None:
             return _print_fields(options.fields)
         if options.join:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _start(options)
         if (world := launch.torchrun_world()) is None or world.rank == 0:
-            print(_summary(RunRecord.read(options.folder).final), "-", shown(options.folder))
+            print(f"{_summary(RunRecord.read(options.folder).final)}: ddpcore report {shown(options.folder)}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         code, message = 1, str(error).partition("\n")[0]
     except (launch.Stopped, Interrupted) as error:
-        code, message = 130, str(error).replace("resume=True", "--resume")
+        code, message = 130, str(error)
     else:
         return 0
-    print(f"{PROGRAM}: {plain(message)}", file=sys.stderr)
+    print(f"{PROGRAM}: {plain(message.replace('resume=True', '--resume'))}", file=sys.stderr)
     return code
 
 

@@ -46,7 +46,7 @@ def refused(no_launch: None, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert not out
         assert errors.count("\n") == 1, errors
         command = f" {words[0]}" if words and words[0] in COMMANDS else ""
-        assert errors.startswith(f"ddpcore.bench{command}: ")
+        assert errors.startswith(f"ddpcore bench{command}: ")
         assert says in errors
         assert not list(tmp_path.iterdir())
 

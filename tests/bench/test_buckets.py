@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench buckets``: sizes, rows, recommendations, errors and its JSON file."""
+"""``ddpcore bench buckets``: sizes, rows, recommendations, errors and its JSON file."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_rank_of_torchrun_names_itself(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert bench.main([command, "--world-size", "0"]) == 2
-    assert capsys.readouterr().err == f"ddpcore.bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
+    assert capsys.readouterr().err == f"ddpcore bench {command}, rank 1: --world-size is 0: it must be at least 1\n"
 
 
 def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert [(row["bucket_mb"], row["same_buckets_mb"], row["num_buckets"]) for row in large] == [
             (10, [25, None], 1)
         ], "beyond the model all sizes are one bucket"
-    assert done.stdout.splitlines()[-1].startswith("recommended: ddp ")
+    lines = done.stdout.splitlines()
+    assert lines[-2].startswith("recommended: ddp ") and lines[-1] == "wrote out.json"
     assert len(result["environment"]["notes"]) == 2
     assert result["environment"]["notes"][0] in done.stdout
     assert [one["strategy"] for one in result["recommended"]] == ["ddp", "ssgd"]

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench comm``: sizes, expected values, columns, and small runs."""
+"""``ddpcore bench comm``: sizes, expected values, columns, and small runs."""
 
 from __future__ import annotations
 

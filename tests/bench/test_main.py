@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench`` as a user runs it: errors, and small real runs."""
+"""``ddpcore bench`` as a user runs it: errors, and small real runs."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def broken_gzip(raw: Path) -> None:
 def check_refusal(errors: str, says: str) -> None:
     lines = errors.strip().splitlines()
     assert len(lines) == 1, errors
-    assert lines[0].startswith("ddpcore.bench: ")
+    assert lines[0].startswith("ddpcore bench: ")
     assert says in lines[0]
     assert "Traceback" not in errors
 
@@ -211,7 +211,7 @@ def test_a_rank_of_torchrun_names_itself(monkeypatch: pytest.MonkeyPatch, capsys
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert bench.main(["run.steps=0"]) == 2
-        assert capsys.readouterr().err == f"ddpcore.bench, rank {rank}: run.steps is 0: it must be at least 1\n"
+        assert capsys.readouterr().err == f"ddpcore bench, rank {rank}: run.steps is 0: it must be at least 1\n"
 
 
 @pytest.mark.usefixtures("no_launch")

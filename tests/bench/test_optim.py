@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench optim``: comparisons, errors and its JSON file."""
+"""``ddpcore bench optim``: comparisons, errors and its JSON file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench predict``: transfers to predictions, refusals, and a small run."""
+"""``ddpcore bench predict``: transfers to predictions, refusals, and a small run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert set(row) == ROW
         assert row["predicted_ms"] > 0
         assert row["measured_ms"]["p50"] > 0
-    lines = done.stdout.splitlines()
+    *lines, last = done.stdout.splitlines()
+    assert last == "wrote out.json"
     assert lines[-2].startswith("prediction error: median ")
     assert lines[-1].startswith("will it pay: a step of ")
     assert all(part > 0 for part in result["compute_ms"].values())

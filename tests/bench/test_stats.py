@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench stats``: contenders, errors, and a small run."""
+"""``ddpcore bench stats``: contenders, errors, and a small run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run(tmp_path, capsys):
 def test_refusals(words, message, capsys):
     assert main(["stats", *words.split()]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ddpcore.bench stats: ") and message in error and error.count("\n") == 1
+    assert error.startswith("ddpcore bench stats: ") and message in error and error.count("\n") == 1
 
 
 def test_defaults_are_those_of_the_goal():

@@ -1,4 +1,4 @@
-"""``python -m ddpcore.bench topology``: output, errors and its JSON file."""
+"""``ddpcore bench topology``: output, errors and its JSON file."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 - ``python`` runs, in the order of the page, in one namespace. A page whose blocks another test runs says so:
   ``<!-- run by tests/... -->``. A single block that cannot run has ``<!-- not run: the reason -->`` before it.
 - ``sh`` holds commands: scripts exist, and flags of the bench and the experiments are accepted.
+- ``diff`` shows what changes in a program: both sides run.
 - ``text`` is output or a drawing. The pages of ``docs/results`` are left out: their commands take hours.
 """
 
@@ -30,7 +31,7 @@ RESULTS = ROOT / "docs" / "results"
 FENCE = re.compile(r"^( *)```(\S*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 RUN_BY = re.compile(r"<!-- run by (tests/[\w/]+\.py) -->")
 NOT_RUN = re.compile(r"<!-- not run: .{10,} -->\n+$")
-KINDS = {"python", "sh", "toml", "cpp", "text"}
+KINDS = {"python", "sh", "toml", "cpp", "text", "diff"}
 
 
 class Block(NamedTuple):
@@ -125,6 +126,19 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert num_run >= 1, "no block of this page runs: let it be run, or mark it as text"
 
 
+@pytest.mark.usefixtures("as_one_rank")
+@pytest.mark.parametrize("side", "-+")
+def test_both_sides_of_a_diff_run(side: str) -> None:
+    (block,) = (block for block in BLOCKS if block.kind == "diff")
+    lines = block.text.splitlines()
+    names = usual_names()
+    exec("\n".join(line[1:] for line in lines if line[:1] in ("", " ", side)), names)
+    trained = names["trained"]
+    assert not torch.equal(trained[0].weight, usual_names()["model"][0].weight)
+    assert type(trained) is nn.Sequential
+    assert sum(line.startswith(side) for line in lines) in (2, 3)
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """(page and line, command) of the pages whose commands no other test runs."""
     for block in BLOCKS:
@@ -137,7 +151,9 @@ def commands() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("where", "command"), list(commands()))
 def test_a_command_is_accepted(where: str, command: str) -> None:
     program, *words = shlex.split(command)
-    if program == "python" and words[0] == "-m":
+    if program == "ddpcore":
+        assert accepted("ddpcore", words)
+    elif program == "python" and words[0] == "-m":
         assert accepted(words[1], words[2:])
     elif program == "make":
         targets = [word for word in words if "=" not in word and not word.startswith("-")]
@@ -148,7 +164,7 @@ def test_a_command_is_accepted(where: str, command: str) -> None:
         text = (ROOT / script).read_text()
         assert all(f'"{flag}"' in text for flag in flags), f"{script} lacks one of {flags}"
     else:
-        assert program == "pip" or (ROOT / program).is_file(), where
+        assert program in ("pip", "source") or (ROOT / program).is_file(), where
 
 
 def accepted(module: str, words: list[str]) -> bool:

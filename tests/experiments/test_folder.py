@@ -128,7 +128,7 @@ def test_a_signal_while_a_run_is_built_stops_it_at_its_first_step(
     out = tmp_path / "out"
     code, _, error = main("run", tiny, "--out", out, "--rows", "a,b", "--seeds", 1)
     assert code == 130 and not (out / "results.jsonl").exists()
-    assert error == "ddpcore.experiments: stopped by SIGINT after step 1 of 4 and saved: go on with --resume\n"
+    assert error == "ddpcore experiments: stopped by SIGINT after step 1 of 4 and saved: go on with --resume\n"
 
 
 def test_a_study_that_was_run_meanwhile_is_not_changed(

@@ -152,7 +152,7 @@ def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
             os.killpg(started.pid, signal.SIGKILL)
     assert started.returncode == 130, error
     assert error.splitlines()[-1] == (
-        "ddpcore.experiments: stopped: finished points are saved, and the same command goes on"
+        "ddpcore experiments: stopped: finished points are saved, and the same command goes on"
     )
     found = read_surface(runs / "out" / "a-random-0.h5")
     last = int(re.findall(r"landscape: (\d+) of", error)[-1])  # the bar's last state, or the line of ten seconds
@@ -228,4 +228,4 @@ def test_weights_that_are_not_finite(runs: Path, main: Main) -> None:
 def test_the_help_begins_with_an_example(capsys: pytest.CaptureFixture[str], main: Main) -> None:
     with pytest.raises(SystemExit):
         main("landscape", "--help")
-    assert capsys.readouterr().out.startswith("example: python -m ddpcore.experiments landscape ")
+    assert capsys.readouterr().out.startswith("example: ddpcore experiments landscape ")

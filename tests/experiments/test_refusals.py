@@ -66,7 +66,7 @@ REFUSED = {
 def check(answer: tuple[int, str, str], says: str) -> None:
     code, out, error = answer
     assert (code, out) == (2, "")
-    assert error.startswith("ddpcore.experiments: ")
+    assert error.startswith("ddpcore experiments: ")
     assert len(error.splitlines()) == 1, error
     assert says in error
 

@@ -94,4 +94,4 @@ def test_a_killed_process_of_several_ends_the_study_in_one_line(
     os.kill(int(workers[1]), signal.SIGKILL)
     _, error = started.communicate(timeout=SECONDS)
     assert started.returncode == 1
-    assert error.splitlines()[-1] == "ddpcore.experiments: rank 1 was ended by SIGKILL: go on with --resume"
+    assert error.splitlines()[-1] == "ddpcore experiments: rank 1 was ended by SIGKILL: go on with --resume"

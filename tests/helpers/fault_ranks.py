@@ -110,7 +110,7 @@ def backward_dies_on_one(rank: int) -> None:
 def buffers_of(comm: Any) -> int:
     """Sets of receive buffers, or snapshots."""
     if isinstance(comm, SharedMemoryCommunicator):
-        return sum(len(slots.known) for slots in comm._snapshots.values())
+        return sum(len(slots) for slots in comm._snapshots.known.values())
     return len(comm._buffers)
 
 

@@ -65,7 +65,7 @@ def trained(
         optimizer.step()
     if loads:  # buffers of the exchange that was given up are free again
         comm, num = handle.comm, 1 if "staleness=1" in repr(handle.strategy) else 0
-        assert len(comm._far._busy) == num, comm._far._busy
+        assert len(comm._busy) == num, comm._busy
     return torch.stack([torch.cat([p.detach().flatten() for p in one.parameters()]) for one in handle.models])
 
 
@@ -92,7 +92,7 @@ def sent(topology: Any) -> tuple[int, int]:
     weights = torch.zeros(1, 100)
     for step in range(4):
         comm.exchange(weights, topology, step).mixture().apply_(weights)
-    return comm.bytes_sent, comm._far.bytes_sent
+    return comm.bytes_sent, comm.bytes_by_group
 
 
 def grouped(rank: int) -> tuple[list[float], int]:
@@ -101,7 +101,7 @@ def grouped(rank: int) -> tuple[list[float], int]:
     comm.form_groups(2)
     rows = torch.full((1, 100), float(rank))
     comm.average_groups_(rows, 2).wait()
-    return rows.unique().tolist(), comm._far.bytes_sent
+    return rows.unique().tolist(), comm.bytes_by_group
 
 
 def in_place(rank: int) -> tuple[bool, list[float]]:

@@ -33,8 +33,8 @@ def test_help_begins_with_an_example_that_is_right(options: Any, capsys: pytest.
     command_line.add_flags(parser, options)
     parser.print_help()
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("example: python -m ddpcore.")
-    words = first.split()[4:]
+    assert first.startswith("example: ddpcore ")
+    words = first.split()[3:]
     own = {"list", "run", "compare", "serve", *bench.COMMANDS}
     options(**vars(parser.parse_intermixed_args(words[words[0] in own :])))
 
@@ -43,5 +43,5 @@ def test_the_help_of_all_studies_begins_with_an_example(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         experiments.parse(["--help"])
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("example: python -m ddpcore.experiments run ")
-    experiments.parse(first.split()[4:])
+    assert first.startswith("example: ddpcore experiments run ")
+    experiments.parse(first.split()[3:])

@@ -157,7 +157,7 @@ def test_an_unreadable_folder_beside_a_run(
     monkeypatch.setattr(Path, "is_file", refused)
     assert main([str(tmp_path), "--out", str(tmp_path / "r.html")]) == 1
     reason = f"{tmp_path / 'locked'} cannot be read (Permission denied): check its name and its permissions"
-    assert capsys.readouterr().err == f"ddpcore.report: {reason}\n"
+    assert capsys.readouterr().err == f"ddpcore report: {reason}\n"
 
 
 def test_unreadable_results_of_a_study(make_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_the_page_replaces_none_of_its_sources(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"rows": []}))
     assert main([str(file), "--out", str(tmp_path / "." / "bench.json")]) == 2
-    assert capsys.readouterr().err == f"ddpcore.report: --out: {file} is one of the files to show: name another file\n"
+    assert capsys.readouterr().err == f"ddpcore report: --out: {file} is one of the files to show: name another file\n"
     assert file.read_text() == '{"rows": []}'
 
 

@@ -229,7 +229,7 @@ def test_a_damaged_bench_result(tmp_path: Path) -> None:
 def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("ddpcore.report.page.jinja2", None)
     assert report(capsys, "x") == (
-        2, "", "ddpcore.report: the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'\n",
+        2, "", "ddpcore report: the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'\n",
     )  # fmt: skip
 
 

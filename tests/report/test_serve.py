@@ -89,7 +89,7 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         port = taken.getsockname()[1]
         assert main(["serve", str(folder), "--port", str(port)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"ddpcore.report: port {port} of 127.0.0.1 cannot be used (")
+    assert error.startswith(f"ddpcore report: port {port} of 127.0.0.1 cannot be used (")
     assert error.count("\n") == 1 and "take another with --port" in error
 
 
@@ -140,4 +140,4 @@ def test_the_usual_port_of_http(folder: Path) -> None:
 def test_times_that_a_browser_cannot_wait(folder: Path, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--port", "0", "--every", seconds]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"ddpcore.report: --every is {float(seconds)}: it must be") and error.count("\n") == 1
+    assert error.startswith(f"ddpcore report: --every is {float(seconds)}: it must be") and error.count("\n") == 1

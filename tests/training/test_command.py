@@ -1,4 +1,4 @@
-"""``python -m ddpcore train`` as a user runs it, and ``python -m ddpcore``."""
+"""``ddpcore train`` as a user runs it, and ``python -m ddpcore``."""
 
 from __future__ import annotations
 

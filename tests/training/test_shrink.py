@@ -114,7 +114,7 @@ def test_the_command_starts_the_ranks_that_are_left(
     ((config, options),) = started
     assert config == TrainConfig.from_dict(elastic_ranks.WHOLE)
     assert options["world_size"] == 3
-    assert capsys.readouterr().err == ("ddpcore.training: the run goes on with the learners [1, 2, 3] that are left\n")
+    assert capsys.readouterr().err == ("ddpcore train: the run goes on with the learners [1, 2, 3] that are left\n")
 
 
 def test_a_rank_joins_a_run(tmp_path: Path) -> None:

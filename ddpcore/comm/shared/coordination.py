@@ -14,12 +14,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ddpcore.comm.groups import gather_objects
 from ddpcore.comm.shared import memory
@@ -58,33 +59,50 @@ class Coordinator:
     """Coordinates the ranks of a group on one host. The constructor is collective.
 
     Args:
-        group: an initialised process group, used only by the constructor.
+        group: an initialised process group, used only by the constructor; None for a rank that joins later. It has no
+            number before :meth:`join`.
         timeout: seconds that a living rank may let the others wait.
         ids: the number of each rank here; None: as in the group.
         among: the numbers of those ranks of the group that this rank coordinates with; None: all.
 
     Raises:
         Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
+        OSError: without a group: there is no memory.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         timeout: float,
         ids: Sequence[int] | None = None,
         among: Sequence[int] | None = None,
     ) -> None:
-        self.num_ranks = dist.get_world_size(group)
-        ids = range(self.num_ranks) if ids is None else ids
-        self._begin(ids[dist.get_rank(group)], timeout)
+        self._descriptors: dict[int, int] = {}  # of the control files, by rank
+        self._controls: dict[int, mmap.mmap] = {}
+        self._flags: dict[int, Any] = {}
+        self.pids: dict[int, int] = {}
+        self.rank, self.timeout = -1, timeout
+        self.others: list[int] = []
+        self.num_operations = 0
+        self.waited: dict[int, float] = {}  # seconds
+        self._fault = ""
+        self.address = ControlAddress(host_id(), os.getpid(), -1, secrets.token_bytes(16).hex())
+        if group is None:
+            self._create()
+        else:
+            ids = range(dist.get_world_size(group)) if ids is None else ids
+            self._meet_group(group, ids, ids if among is None else among)
+
+    def _meet_group(self, group: dist.ProcessGroup, ids: Sequence[int], among: Sequence[int]) -> None:
+        self.rank = ids[dist.get_rank(group)]
         why = ""
         try:
             self._create()
         except (OSError, AttributeError) as error:  # AttributeError: no memfd_create on this system
             why = f"rank {self.rank} cannot make shared memory ({error})"
-        addresses = gather_objects(group, self.address, "the set-up of shared memory", timeout)
-        known = dict(zip(ids, addresses, strict=True))
-        known = known if among is None else {rank: known[rank] for rank in among}
+        addresses = gather_objects(group, self.address, "the set-up of shared memory", self.timeout)
+        everyone = dict(zip(ids, addresses, strict=True))
+        known = {rank: everyone[rank] for rank in among}
         hosts = {other.host for other in known.values()}
         if len(hosts) > 1 and not why:
             why = f"the {len(known)} ranks are on {len(hosts)} hosts"
@@ -93,37 +111,16 @@ class Coordinator:
                 self.meet(known)
         except (OSError, ImportError) as error:  # ImportError: no flags for this processor
             why = f"rank {self.rank} cannot open the memory of another ({error})"
-        answers = gather_objects(group, why, "the set-up of shared memory", timeout)
+        answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
         reasons = [reason for reason in answers if reason]
         if reasons:
             self.close()
             raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
 
-    def _begin(self, rank: int, timeout: float) -> None:
-        self._descriptors: dict[int, int] = {}  # of the control files, by rank
-        self._controls: dict[int, mmap.mmap] = {}
-        self._flags: dict[int, Any] = {}
-        self.pids: dict[int, int] = {}
-        self.rank, self.timeout = rank, timeout
-        self.others: list[int] = []
-        self.num_operations = 0
-        self.waited: dict[int, float] = {}  # seconds
-        self._fault = ""
-        self.address = ControlAddress(host_id(), os.getpid(), -1, secrets.token_bytes(16).hex())
-
-    @classmethod
-    def of_newcomer(cls, timeout: float) -> Coordinator:
-        """The coordinator of a rank that joins later. It has no number before :meth:`join`. OSError: no memory."""
-        made = cls.__new__(cls)
-        made._begin(-1, timeout)
-        made._create()
-        return made
-
     def join(self, rank: int, addresses: Mapping[int, ControlAddress], num_operations: int) -> None:
         """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""
         self._descriptors[rank] = self._descriptors.pop(self.rank)
         self.rank, self.num_operations = rank, num_operations
-        self.num_ranks = len(addresses) + 1
         self.meet({**addresses, rank: self.address})
 
     def admit(self, rank: int, address: ControlAddress) -> None:
@@ -188,13 +185,24 @@ class Coordinator:
         """Return whether all ranks have begun this operation, after a wait of at most that long for each of them."""
         return all(flags.wait(ARRIVED, number + 1, seconds) for flags in self._flags.values())
 
-    def await_arrived(self, ranks: Iterable[int], number: int) -> None:
+    def await_arrived(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> list[int]:
         """Wait until these ranks have begun this operation, and check that it is the same operation.
+
+        Args:
+            ranks: to wait for.
+            number: of the operation.
+            may_die: whether a rank may be dead instead. The result is then the same on every rank that lives, see
+                :mod:`ddpcore.comm.fabric`.
+
+        Returns:
+            The ranks that have begun it.
 
         Raises:
             RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
         """
-        self.check_same(self._wait(ranks, ARRIVED, number), number)
+        come = self._wait(ranks, ARRIVED, number, may_die=may_die)
+        self.check_same(come, number)
+        return come
 
     def check_same(self, ranks: Iterable[int], number: int) -> None:
         """Check that these ranks, which have begun an operation of this number, have begun the same operation.
@@ -210,53 +218,47 @@ class Coordinator:
             if theirs != mine:
                 self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
-                    "must call the same in the same order, so run a pass of one rank alone under torch.no_grad()"
+                    "must call the same in the same order, so run a pass of one rank alone under torch.no_grad(), and "
+                    "evaluation_model(), consensus_distance() and load_state_dict() on all ranks"
                 )
 
     def finish(self, number: int) -> None:
         """Tell the others that this rank has finished this operation and all earlier ones."""
         self._flags[self.rank].post(FINISHED, number + 1)
 
-    def await_passed(self, ranks: Iterable[int], number: int) -> None:
+    def await_passed(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> None:
         """Wait until these ranks have begun this operation, without a check that it is the same."""
-        self._wait(ranks, ARRIVED, number)
+        self._wait(ranks, ARRIVED, number, may_die=may_die)
 
-    def await_finished(self, number: int, ranks: Iterable[int] | None = None) -> None:
+    def await_finished(self, number: int, ranks: Iterable[int] | None = None, *, may_die: bool = False) -> None:
         """Wait until these ranks, or for None all, have finished this operation."""
-        self._wait(self.others if ranks is None else ranks, FINISHED, number)
+        self._wait(self.others if ranks is None else ranks, FINISHED, number, may_die=may_die)
 
-    def await_living(
-        self, ranks: Iterable[int], number: int, *, finished: bool = False, same: bool = True
-    ) -> list[int]:
-        """Wait until each of these ranks has begun (or finished) this operation or is dead. Returns those that have.
+    def allocate(
+        self, shared: memory.Memory, num_bytes: int, ranks: Sequence[int], *, may_die: bool = False
+    ) -> dict[int, Tensor]:
+        """Allocate zeros ``[num_bytes]`` uint8 on each of these ranks. Returns them by rank. Collective.
 
-        The result is the same on every rank that lives, see :mod:`ddpcore.comm.shared.elastic`.
-
-        Raises:
-            RuntimeError: a living rank does not arrive in time or, with ``same``, calls another operation.
+        Args:
+            shared: the memory.
+            num_bytes: of each rank, above 0.
+            ranks: ascending, this one among them.
+            may_die: whether ranks that are dead are left out.
         """
-        flag = FINISHED if finished else ARRIVED
-        come = [rank for rank in ranks if self._has_come_before_death(rank, flag, number)]
-        if same and not finished:
-            self.await_arrived([rank for rank in come if rank != self.rank], number)  # compares the texts
-        return come
-
-    def _has_come_before_death(self, rank: int, flag: int, number: int) -> bool:
-        if rank not in self._flags:
-            return False
-        began = time.perf_counter()
-        deadline = time.monotonic() + self.timeout
-        try:
-            while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
-                if not memory.is_held(self._descriptors[rank]):
-                    return self._flags[rank].wait(flag, number + 1, 0.0)  # it may have come just before it died
-                self._check_others((), lambda _: True, number)
-                if time.monotonic() > deadline:
-                    self._fail_late(rank, number)
-            return True
-        finally:
-            if rank != self.rank:
-                self.waited[rank] += time.perf_counter() - began
+        own, handle = shared.allocate(num_bytes)
+        number = self.arrive(f"the allocation of {num_bytes} bytes", handle)
+        views = {}
+        for rank in self.await_arrived(ranks, number, may_die=may_die):
+            try:
+                views[rank] = (
+                    own if rank == self.rank else shared.open(self.pids[rank], self.handle_of(rank), num_bytes)
+                )
+            except (OSError, ValueError) as error:  # the rank died after it arrived, so it begins no other operation
+                if not may_die or self.is_alive(rank):
+                    self.fail_to_read(rank, number, error)
+        self.finish(number)
+        self.await_finished(number, ranks, may_die=may_die)
+        return views
 
     def is_alive(self, rank: int) -> bool:
         """Whether the process of a rank has not died, waiting for one that is about to die."""
@@ -282,26 +284,35 @@ class Coordinator:
     def _text(self, rank: int, number: int) -> str:
         return _read(self._controls[rank], _TEXTS + number % NUM_TEXTS * _TEXT_BYTES).decode()
 
-    def _wait(self, ranks: Iterable[int], flag: int, number: int) -> Sequence[int]:
+    def _wait(self, ranks: Iterable[int], flag: int, number: int, *, may_die: bool = False) -> list[int]:
+        """Wait for a flag of these ranks. Returns those that have set it: all, unless ranks may die."""
         if self._fault:  # another thread of this rank may have found it
             raise RuntimeError(self._fault)
-        ranks = list(ranks)
+        ranks, come = list(ranks), []
         deadline = time.monotonic() + self.timeout
         began = time.perf_counter()
         for rank in ranks:
-            while not self._flags[rank].wait(flag, number + 1, SLICE_SECONDS):
-                self._check_others(ranks, lambda other: self._flags[other].wait(flag, number + 1, 0.0), number)
+            while not (has_come := self._has_come(rank, flag, number, SLICE_SECONDS)):
+                if may_die and not (rank in self._flags and memory.is_held(self._descriptors[rank])):
+                    has_come = self._has_come(rank, flag, number)  # it may have come just before it died
+                    break
+                self._check_others([] if may_die else ranks, flag, number)
                 if time.monotonic() > deadline:
                     self._fail_late(rank, number)
             began, before = time.perf_counter(), began
-            if rank != self.rank:
+            if has_come:
+                come.append(rank)
+            if rank != self.rank and rank in self.waited:
                 self.waited[rank] += began - before
-        return ranks
+        return come
 
-    def _check_others(self, ranks: Sequence[int], has_come: Callable[[int], bool], number: int) -> None:
+    def _has_come(self, rank: int, flag: int, number: int, seconds: float = 0.0) -> bool:
+        return rank in self._flags and bool(self._flags[rank].wait(flag, number + 1, seconds))
+
+    def _check_others(self, ranks: Sequence[int], flag: int, number: int) -> None:
         # The order matters: lock, flags, fault. So the flags and the fault that a rank wrote before it died count.
         gone = [rank for rank in ranks if rank != self.rank and not memory.is_held(self._descriptors[rank])]
-        gone = [rank for rank in gone if not has_come(rank)]
+        gone = [rank for rank in gone if not self._has_come(rank, flag, number)]
         self._check_faults()
         if gone:
             self.fail(self._gone(gone[0], number))

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -148,37 +148,54 @@ class Slot:
     Attributes:
         views: the buffer of each rank. A rank that died while it was made is missing.
         readers: the ranks that read this rank's row.
-        is_handed_out: whether the average that reads the rows of others was returned to the caller.
         used: this rank has read its rows before this operation; None while an exchange is in progress.
     """
 
     views: Mapping[int, Tensor]
     readers: Sequence[int] = ()
-    is_handed_out: bool = False
     used: int | None = -1
 
 
 class Slots:
-    """Buffers of one size that exchanges use in turn. All ranks take the same, because numbers of operations decide."""
+    """Buffers that exchanges use in turn. All ranks take the same, because numbers of operations decide.
+
+    Attributes:
+        known: the slots by their kind. Those of one kind have one size.
+    """
 
     def __init__(self) -> None:
-        self.known: list[Slot] = []
+        self.known: dict[Hashable, list[Slot]] = {}
+        self._handed_out: list[Slot] = []
 
-    def take(self, now: int, make: Callable[[int], list[Slot]], await_readers: Callable[[Slot], None]) -> Slot:
+    def take(
+        self, kind: Hashable, now: int, make: Callable[[int], list[Slot]], await_readers: Callable[[Slot, int], None]
+    ) -> Slot:
         """Return a slot that no rank reads, and mark it as in progress. Without one, all ranks make new ones.
 
         Args:
+            kind: of the slot.
             now: the number of the next operation. A slot that was read until this very operation is not free: its
                 readers and this rank would deadlock.
             make: makes so many slots. Collective.
-            await_readers: waits until the readers of a slot are done.
+            await_readers: waits until the readers of a slot have begun an operation of that number.
         """
-        free = [slot for slot in self.known if slot.used is not None and slot.used < now]
+        known = self.known.setdefault(kind, [])
+        free = [slot for slot in known if slot.used is not None and slot.used < now]
         if not free:
-            free = make(1 if self.known else 2)
-            self.known += free
+            free = make(1 if known else 2)
+            known += free
         slot = min(free, key=lambda one: one.used or 0)
         if slot.used is not None and slot.used >= 0:
-            await_readers(slot)
+            await_readers(slot, slot.used)
         slot.used = None
         return slot
+
+    def hand_out(self, slot: Slot) -> None:
+        """Note that the caller may read the rows until the next exchange begins."""
+        self._handed_out.append(slot)
+
+    def note_used(self, now: int) -> None:
+        """At the begin of an exchange: what was handed out has been read before the operation ``now``."""
+        for slot in self._handed_out:
+            slot.used = now
+        self._handed_out.clear()

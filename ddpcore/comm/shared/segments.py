@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, PeerExchange, Work
+from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
@@ -77,7 +77,7 @@ class SegmentCommunicator(Communicator):
         self._group, self._timeout = group, timeout
         self._coordinator = Coordinator(group, timeout, among=among)
         self._memory = memory
-        self.rank, self.num_learners = self._coordinator.rank, self._coordinator.num_ranks
+        self.rank, self.num_learners = self._coordinator.rank, dist.get_world_size(group)
         self.learners = (self.rank,)
         self.ranks = range(self.num_learners) if among is None else among
         self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
@@ -86,7 +86,7 @@ class SegmentCommunicator(Communicator):
         self._averages = self._averages_of(self._coordinator, self.ranks)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
-        self._snapshots: dict[_Kind, Slots] = {}
+        self._snapshots = Slots()
         self._next: dict[_Kind, Slot] = {}  # where weights lie between two exchanges in place
 
     @property
@@ -146,21 +146,21 @@ class SegmentCommunicator(Communicator):
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if len(self.ranks) == 1:
-            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
-        self._note_used()
-        snapshot = self._free_snapshot(weights)
-        return _SnapshotExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+        return self._exchange(weights_LP, topology, step, in_place=False)
 
     @override
     def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+        return self._exchange(weights_LP, topology, step, in_place=not weights_LP.is_cuda)
+
+    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
-        if len(self.ranks) == 1 or weights.is_cuda:
-            return self.exchange(weights_LP, topology, step)
-        self._note_used()
-        snapshot = self._next.pop(_kind_of(weights), None) or self._free_snapshot(weights)
-        return _InPlaceExchange(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+        self._snapshots.note_used(self._coordinator.num_operations)
+        if len(self.ranks) == 1:
+            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
+        mine = self._next.pop(_kind_of(weights), None) if in_place else None
+        snapshot = mine or self._free_snapshot(weights)
+        make = _InPlaceExchange if in_place else _SnapshotExchange
+        return make(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -213,35 +213,15 @@ class SegmentCommunicator(Communicator):
     def _allocate(self, num_bytes: int) -> dict[int, Tensor]:
         """Allocate a buffer of zeros on each rank, and return the buffers by rank, ascending. Collective."""
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
-        num_bytes = max(num_bytes, 1)  # an empty file cannot be mapped
-        own, handle = self._memory.allocate(num_bytes)
-        number = self._coordinator.arrive(f"the allocation of {num_bytes} bytes", handle)
-        self._coordinator.await_arrived(self.ranks, number)
-        views = dict.fromkeys(self.ranks, own)
-        for rank in self._coordinator.others:
-            handle = self._coordinator.handle_of(rank)
-            try:
-                views[rank] = self._memory.open(self._coordinator.pids[rank], handle, num_bytes)
-            except (OSError, ValueError) as error:  # the rank died after it arrived
-                self._coordinator.fail_to_read(rank, number, error)
-        self._coordinator.finish(number)
-        self._coordinator.await_finished(number)
-        return views
-
-    def _note_used(self) -> None:
-        """Mark the snapshots that were handed out as used: a mixture is used before the next exchange starts."""
-        for snapshots in self._snapshots.values():
-            for one in snapshots.known:
-                if one.is_handed_out:
-                    one.is_handed_out, one.used = False, self._coordinator.num_operations
+        return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
     def _free_snapshot(self, like: Tensor) -> Slot:
         """A snapshot that no rank reads. Without one, all ranks make a new one."""
-        coordinator = self._coordinator
-        return self._snapshots.setdefault(_kind_of(like), Slots()).take(
-            coordinator.num_operations,
+        return self._snapshots.take(
+            _kind_of(like),
+            self._coordinator.num_operations,
             lambda num: [self._new_snapshot(like) for _ in range(num)],
-            lambda slot: coordinator.await_passed(slot.readers, slot.used or 0),
+            lambda slot, number: self._coordinator.await_passed(slot.readers, number),
         )
 
     def _new_snapshot(self, like: Tensor) -> Slot:
@@ -275,7 +255,7 @@ class SegmentCommunicator(Communicator):
                 piece.copy_(staged[self.rank])
 
 
-class _SnapshotExchange(PeerExchange):
+class _SnapshotExchange(Exchange):
     def __init__(self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: Slot) -> None:
         super().__init__(comm.learners, lambda _: round_)
         self._comm, self._number, self._weights, self._round, self._snapshot = comm, number, weights, round_, snapshot
@@ -283,12 +263,12 @@ class _SnapshotExchange(PeerExchange):
     @override
     def received(self) -> Mapping[int, Tensor]:
         self._comm._coordinator.await_arrived(self._round.sources, self._number)
-        self._snapshot.is_handed_out = True
+        self._comm._snapshots.hand_out(self._snapshot)
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
     def abandon(self) -> None:
-        self._snapshot.is_handed_out = True
+        self._comm._snapshots.hand_out(self._snapshot)
 
 
 class _InPlaceExchange(_SnapshotExchange):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from ddpcore.comm import fabric
-from ddpcore.comm.fabric import GenerationStore
+from ddpcore.comm import membership
+from ddpcore.comm.membership import Roll
 
 
 class Clock:
@@ -32,8 +32,8 @@ def test_a_value_is_seen_soon_and_without_many_questions(when: float, monkeypatc
     """Members of a run wait for the rank that joins: a late look would cost each of them that time."""
     store = dist.HashStore()
     clock = Clock(store, "answer", when)
-    roll = GenerationStore(store, -1, timeout=60.0)
-    monkeypatch.setattr(fabric, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    roll = Roll(store, timeout=60.0)
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     assert roll.wait_for("answer") == "here"
     roll.close()
     assert when <= clock.now <= max(1.03 * when, when + 0.0015)
@@ -43,8 +43,8 @@ def test_a_value_is_seen_soon_and_without_many_questions(when: float, monkeypatc
 def test_a_value_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     clock = Clock(store, "other", 0.0)
-    roll = GenerationStore(store, -1, timeout=3.0)
-    monkeypatch.setattr(fabric, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    roll = Roll(store, timeout=3.0)
+    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     with pytest.raises(RuntimeError, match="no rank of the run answered within 3 s"):
         roll.wait_for("answer")
     roll.close()
