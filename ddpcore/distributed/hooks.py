@@ -96,12 +96,13 @@ class HookedDistributed(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
+        self._watch.begin_pause()
         before = self._buckets.num_paused
         try:
             yield
         finally:
             self._buckets.paused = paused
-            self._watch.note_paused(self._buckets.num_paused - before)
+            self._watch.end_pause(self._buckets.num_paused - before)
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)

@@ -1,6 +1,6 @@
 """The checks while a model trains: what the loop does that a strategy would not see, and numbers that are not finite.
 
-Errors name the cause, and come before a step changes any weight. docs/architecture.md says what each check costs.
+Errors name the cause, and come before a step changes any weight. docs/performance.md says what they cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 
-from ddpcore.distributed.alike import AlikeCheck
+from ddpcore.distributed.alike import check_alike
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.ops.dtypes import wide
@@ -67,7 +67,7 @@ class LoopWatch:
         self._read_structure()
         self._segments: object = None
         self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
-        self._alike = AlikeCheck()
+        self._is_apart = False  # whether a step had no average, so that weights may differ
         self.restart()
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
@@ -177,8 +177,7 @@ class LoopWatch:
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
         rows = range(len(self.learner.models))
-        if not self._kept:
-            self._kept = [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
+        self._kept = self._kept or [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
         for row in rows:
             torch._foreach_copy_(self._kept[row], self._buffers(row))
 
@@ -222,15 +221,18 @@ class LoopWatch:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(sampled(columns))
 
-    def note_paused(self, num_gradients: int) -> None:
-        """After ``no_sync``: the program asked for no average, and so many gradients came inside."""
+    def begin_pause(self) -> None:
+        """At the start of ``no_sync``, which asks for no average."""
         self._averaged = True
+
+    def end_pause(self, num_gradients: int) -> None:
+        """At the end of ``no_sync``, in which so many gradients came."""
         self._is_late |= self._has_average and num_gradients > 0
 
     def check_alike(self) -> None:
-        """When gradients are averaged: see :class:`ddpcore.distributed.alike.AlikeCheck`. Collective."""
+        """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if not self._has_average and self._strategy.traits.stays_identical:
-            self._alike.check(self.learner)
+            check_alike(self.learner, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
@@ -324,7 +326,7 @@ class LoopWatch:
 
     def after_optimizer(self) -> None:
         """After the optimizer's step: weights that change from here on were changed by the program."""
-        self._alike.is_apart |= not self._has_average
+        self._is_apart |= not self._has_average
         self._written = self._versions()
         self.restart()
 
@@ -398,13 +400,11 @@ class LoopWatch:
             return
         first, held = named[min(named)], learner.comm.learners
         covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
-        if not sums:
-            found = [self._event(held[row], name) for row, name in named.items()]
-        elif covers_all_learners:
+        if sums and covers_all_learners:
             all_sums = learner.comm.gather(torch.stack(sums).sum(dim=0).double())
             found = [self._event(one, first) for one in suspects(all_sums)]
         else:  # other groups know nothing of it, so nothing is gathered
-            own = set(suspects(torch.stack(sums).sum(dim=0)))
+            own = set(suspects(torch.stack(sums).sum(dim=0)) if sums else named)
             found = [self._event(held[row], name) for row, name in named.items() if row in own]
         found = found or [self._event(None, first)]
         if self._mode == "raise":
