@@ -20,7 +20,6 @@ from torch.nn.utils import stateless
 from ddpcore.distributed.alike import check_alike
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
-from ddpcore.ops.dtypes import wide
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import is_capturing
 from ddpcore.optim.weight_step import LARGE
@@ -490,7 +489,7 @@ _MOVED = (
 
 def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
-    sums = [one.sum(dtype=wide(one.dtype)) for one in given]
+    sums = [row_sums(one.reshape(1, -1)) for one in given]
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
