@@ -19,16 +19,16 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.averaging import rows_of
+from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.mesh import group_of, layouts_of, shards_of
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
-from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import Shards, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
@@ -58,7 +58,7 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         group: the process group. None is the default group, and for virtual learners no group.
-        mesh: for a sharded model instead of ``group``: the ranks that hold its shards, of all learners (docs/sharded.md).
+        mesh: for a sharded model instead of ``group``: the learners, ranks with the same shards (docs/sharded.md).
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
@@ -76,7 +76,7 @@ def distribute(
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
-        options = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
+        options: dict[str, Any] = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         handle = _baseline(model, strategy, group, connection, options)
         return _share_work(handle, optimizer, strategy, group, is_fixed=True)
