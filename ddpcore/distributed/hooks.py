@@ -98,6 +98,11 @@ class HookedDistributed(Distributed):
             self.model.register_forward_hook(hook.leave, always_call=True)
 
     @property
+    @override
+    def learners_run(self) -> str:
+        return self.model.choice if isinstance(self.model, LearnerModels) else ""
+
+    @property
     def models(self) -> Sequence[nn.Module]:
         """The learners' models: one on a rank, one per virtual learner."""
         return self.learner.models

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpcore.comm.base import Communicator
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.weight_step import LARGE
+from ddpcore.parameters.flat import LARGE
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
     Learner,
@@ -110,9 +110,8 @@ class NonFiniteGuard:
             own = flat.own_grads(LARGE)
             flat.gather_grads(left=own)  # as the step itself begins
         gradients = list(map(_gradient_of, flat.parameters))
-        if own or all(map(is_, gradients, flat.grad_views)):
-            rows = suspect_rows(flat.grad_LP)  # with older numbers in place of those outside of the buffer
-            return rows or ([0] if any(map(suspect_rows, own.values())) else [])
+        if all(map(is_, gradients, flat.grad_views)):
+            return suspect_rows(flat.grad_LP)
         num = len(flat.segments)
         return [row for row in range(flat.num_rows) if _is_suspect(gradients[row * num : (row + 1) * num])]
 
@@ -135,7 +134,7 @@ class NonFiniteGuard:
 
 def _is_suspect(gradients: Sequence[Tensor | None]) -> bool:
     given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
-    return bool(given) and bool(suspects(torch.stack(torch._foreach_norm(given)).sum()[None]))
+    return bool(given) and bool(suspects(torch.stack([one.sum() for one in given]).sum()[None]))
 
 
 def _all_suspects(sums: list[Tensor], comm: Communicator) -> list[int]:

@@ -19,10 +19,9 @@ from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, Rule, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
-from ddpcore.parameters.flat import FlatParameters, Segment
+from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 
 _gradient_of = attrgetter("grad")
-LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
 class Stepped(Protocol):
@@ -180,7 +179,7 @@ class WeightStep:
         buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
         getattr(ops, optimizer.rule.operator)(
             weights,
-            [row for _, _, grad in pieces for row in grad.unbind(0)],
+            [row for _, _, rows in pieces for row in rows],
             *buffers,
             [],
             [optimizer.state[params[0]]["step"]] if names else [],
@@ -259,8 +258,10 @@ class _Columns:
             self._held.clear()
             self._states.clear()
 
-    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
-        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
+    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Sequence[Tensor]]]:
+        """(begin, end, each learner's gradient ``[n]``) of the parameters' columns.
+
+        Adjacent ones in ``grad_LP`` are one piece.
 
         Args:
             params: the parameters of one group.
@@ -269,17 +270,18 @@ class _Columns:
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:
             self._spans[members] = self._spans_of(set(members))
-        pieces: list[tuple[int, int, Tensor]] = []
+        grad_LP, num = self._flat.grad_LP, len(self.layout)
+        outside = {index % num for index in own}
+        pieces: list[tuple[int, int, Sequence[Tensor]]] = []
         is_open = False  # whether the last piece is part of grad_LP
         for index, begin, end, size in self._spans[members]:
-            if index in own:
-                pieces.append((begin, begin + size, own[index]))
-            elif is_open and pieces[-1][1] == begin:
-                first = pieces[-1][0]
-                pieces[-1] = (first, end, self._flat.grad_LP[:, first:end])
+            if index in outside:
+                rows = grad_LP[:, begin : begin + size].unbind(0)
+                pieces.append((begin, begin + size, [own.get(r * num + index, row) for r, row in enumerate(rows)]))
             else:
-                pieces.append((begin, end, self._flat.grad_LP[:, begin:end]))
-            is_open = index not in own
+                first = pieces.pop()[0] if is_open and pieces[-1][1] == begin else begin
+                pieces.append((first, end, grad_LP[:, first:end].unbind(0)))
+            is_open = index not in outside
         return pieces
 
     def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:
