@@ -73,7 +73,8 @@ class HookedDistributed(Distributed):
         self._is_late = False  # whether a pass inside no_sync has added to that average
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
-            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
+            waits = learner.comm.transport == "virtual"
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
         self._gradients = GradientGuard(learner.flat)
         self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
         self.nonfinite = self._finite.found
