@@ -18,15 +18,15 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.averaging import rows_of
+from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
-from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import LARGE, FlatParameters
+from ddpcore.parameters.hooks import weakly
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -188,14 +188,3 @@ class GradientBuckets:
     def _send(self, ready: tuple[int, int]) -> None:
         for begin, end in self.messages[ready[0] : ready[1]]:
             self._on_message(self.flat.grad_LP[:, begin:end])
-
-
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(parameter: Tensor) -> None:
-        if (found := reference()) is not None:
-            found(parameter)
-
-    return hook

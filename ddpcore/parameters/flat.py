@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
-from ddpcore.parameters.checks import check_parameters, unique_trainable
-from ddpcore.parameters.hook_watch import HookWatch
+from ddpcore.parameters.hooks import HookWatch
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
@@ -79,9 +78,9 @@ class FlatParameters:
         allocate: Allocate | None = None,
     ) -> None:
         self.on_gradients = []
-        rows = [unique_trainable(parameters) for parameters in learners]
+        rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
-            check_parameters(named)
+            _check_parameters(named)
         self.num_rows = len(rows)
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
@@ -356,3 +355,65 @@ def _lay_out(names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int
         segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
         offset += _aligned(shape.numel())
     return tuple(segments)
+
+
+def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    """The parameters that need a gradient, each once."""
+    seen: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse parameters that cannot be views of one buffer.
+
+    Raises:
+        ValueError: as :class:`~ddpcore.parameters.flat.FlatParameters`.
+    """
+    if not named:
+        raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
+    first_name, first = named[0]
+    spans = []
+    for name, parameter in named:
+        if parameter.layout != torch.strided:
+            raise ValueError(f"parameter {name} is sparse: flat buffers take dense parameters only")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
+        if parameter.device != first.device:
+            raise ValueError(
+                f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device}): "
+                "move the model to one device"
+            )
+        if parameter.dtype != first.dtype:
+            raise ValueError(
+                f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
+                "convert the model to one"
+            )
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
+                "bits: convert it, or freeze it with requires_grad_(False)"
+            )
+        if not _is_dense(parameter):
+            raise ValueError(
+                f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"
+            )
+        start = parameter.data_ptr()
+        spans.append((start, start + parameter.numel() * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ValueError(f"parameters {name} and {other} share memory: tie weights by sharing one Parameter object")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator, LiveWeights
-from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow, wide
+from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.parameters.flat import FlatParameters
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
+SMALL = 2**14  # elements of a row that are read as a whole
+SAMPLE = 256  # those that are read of a longer row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +77,10 @@ def suspects(sums_L: Tensor) -> list[int]:
     return [row for row, total in enumerate(sums_L.tolist()) if not math.isfinite(total)]
 
 
-def suspect_rows(rows_LX: Tensor) -> list[int]:
-    """The rows that may hold a number that is not finite. It waits for the device."""
-    if len(rows_LX) > 1 or is_narrow(rows_LX.dtype):
-        return suspects(row_sums(rows_LX))
-    return [] if math.isfinite(rows_LX.sum().item()) else [0]  # a third of the time for small models
+def sampled(rows_LX: Tensor) -> Tensor:
+    """About ``SAMPLE`` columns ``[L, n]`` of the rows; all of them if a row has at most ``SMALL`` elements."""
+    num = rows_LX.shape[1]
+    return rows_LX if num <= SMALL else rows_LX[:, :: num // SAMPLE | 1]  # odd: a parameter begins at a multiple of 16
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -97,23 +99,14 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-def versions(flat: FlatParameters) -> list[int]:
-    """How often autograd has seen each parameter change."""
-    return [parameter._version for parameter in flat.parameters]
+class Watch(Protocol):
+    """The checks of weights that are sent: ``ddpcore.distributed.watch.LoopWatch``."""
 
+    def check_sent(self, columns_LX: Tensor | None) -> None:
+        """See :meth:`Learner.check_sent`."""
 
-def check_unchanged(flat: FlatParameters, before: list[int]) -> None:
-    """Raise RuntimeError if a parameter has changed since :func:`versions`, while neighbours read the weights."""
-    if versions(flat) != before:
-        raise RuntimeError(
-            "weights were changed between a forward pass and the next step, while neighbours read them: "
-            "change them after a step, or evaluate under torch.no_grad()"
-        )
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which no number can be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    def check_unchanged(self) -> None:
+        """See :meth:`Learner.check_unchanged`."""
 
 
 @dataclass
@@ -130,6 +123,7 @@ class Learner:
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
         live: the weights that peers change at any time, if they are not those of the models; else None.
+        watch: checks the weights that are sent. ``distribute`` sets it.
     """
 
     flat: FlatParameters
@@ -141,6 +135,7 @@ class Learner:
     shares: Tensor | None = None
     share_mean: float = 1.0
     live: LiveWeights | None = None
+    watch: Watch | None = None
 
     @torch.no_grad()
     def living(self, rows: list[int]) -> list[int]:
@@ -151,7 +146,10 @@ class Learner:
         return [row for row in rows if row in membership.members]
 
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
-        """Check that weights which are about to be sent are finite. It costs one sum over them.
+        """Check that weights which are about to be sent are finite.
+
+        Weights that each step sends are read as a whole only if something may have made them infinite: the program
+        changed them, or the gradients were huge. Else it reads a sample, and one of 32 parts in turn.
 
         Args:
             columns_LX: those columns of the weights that are sent; None for all.
@@ -159,20 +157,17 @@ class Learner:
         Raises:
             NonFiniteError: they are not, such as after a step that overflowed. Nothing was sent.
         """
-        weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
-        if self.comm.num_learners == 1 or is_capturing(weights_LX):
-            return
-        rows = self.living(suspect_rows(weights_LX))
-        named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
-        if named:
-            raise NonFiniteError(
-                [
-                    NonFinite(
-                        step=self.step, learner=self.comm.learners[row], parameter=name, what="weights", action="raise"
-                    )
-                    for row, name in named.items()
-                ]
-            )
+        if self.watch is not None:
+            self.watch.check_sent(columns_LX)
+
+    def check_unchanged(self) -> None:
+        """Check that the program has not changed the weights since :meth:`check_sent`, while neighbours read them.
+
+        Raises:
+            RuntimeError: it has, by an operation that raises the version of a tensor.
+        """
+        if self.watch is not None:
+            self.watch.check_unchanged()
 
     @torch.no_grad()
     def weights(self) -> Tensor:

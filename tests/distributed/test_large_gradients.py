@@ -90,7 +90,7 @@ def test_gradients_that_stay_give_the_bits_of_copied_ones(strategy: str, monkeyp
     found, inside = trained(strategy, "sgd")
     assert inside == (strategy == "ssgd"), "a large gradient is not copied"
     monkeypatch.setattr(weight_step, "LARGE", 2**62)
-    monkeypatch.setattr("ddpcore.distributed.nonfinite_guard.LARGE", 2**62)
+    monkeypatch.setattr("ddpcore.distributed.watch.LARGE", 2**62)
     copied, inside = trained(strategy, "sgd")
     assert inside
     for ours, theirs in zip(found, copied, strict=True):
