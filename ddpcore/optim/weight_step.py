@@ -173,13 +173,13 @@ class WeightStep:
         pieces = columns.pieces_of(params, own)
 
         def rows_of(buffer_LP: Tensor) -> list[Tensor]:
-            return [row for begin, end, _ in pieces for row in buffer_LP[:, begin:end].unbind(0)]
+            return [row for begin, end, _ in pieces for row in rows_in(buffer_LP, begin, end)]
 
         weights = rows_of(flat.param_LP)
         buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
         getattr(ops, optimizer.rule.operator)(
             weights,
-            [row for _, _, rows in pieces for row in rows],
+            [row for begin, end, rows in pieces for row in rows or rows_in(flat.grad_LP, begin, end)],
             *buffers,
             [],
             [optimizer.state[params[0]]["step"]] if names else [],
@@ -192,6 +192,12 @@ class WeightStep:
         )
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(params)
+
+
+def rows_in(buffer_LP: Tensor, begin: int, end: int) -> Sequence[Tensor]:
+    """Columns of all rows, one tensor a row; one tensor of all rows if these are all columns."""
+    whole = begin == 0 and end == buffer_LP.shape[1] and buffer_LP.is_contiguous()
+    return (buffer_LP.view(-1),) if whole else buffer_LP[:, begin:end].unbind(0)
 
 
 class _Columns:
@@ -258,30 +264,30 @@ class _Columns:
             self._held.clear()
             self._states.clear()
 
-    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Sequence[Tensor]]]:
-        """(begin, end, each learner's gradient ``[n]``) of the parameters' columns.
-
-        Adjacent ones in ``grad_LP`` are one piece.
+    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, list[Tensor]]]:
+        """(begin, end, rows) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
 
         Args:
             params: the parameters of one group.
             own: gradients outside of ``grad_LP``, by the parameter's index.
+
+        Returns:
+            The rows are the learners' gradients, where one of them is outside, and else empty.
         """
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:
             self._spans[members] = self._spans_of(set(members))
-        grad_LP, num = self._flat.grad_LP, len(self.layout)
-        outside = {index % num for index in own}
-        pieces: list[tuple[int, int, Sequence[Tensor]]] = []
-        is_open = False  # whether the last piece is part of grad_LP
+        num, outside = len(self.layout), {index % len(self.layout) for index in own}
+        pieces: list[tuple[int, int, list[Tensor]]] = []
         for index, begin, end, size in self._spans[members]:
             if index in outside:
-                rows = grad_LP[:, begin : begin + size].unbind(0)
-                pieces.append((begin, begin + size, [own.get(r * num + index, row) for r, row in enumerate(rows)]))
+                inside = self._flat.grad_LP[:, begin : begin + size].unbind(0)
+                rows = [own.get(row * num + index, gradient) for row, gradient in enumerate(inside)]
+                pieces.append((begin, begin + size, rows))
+            elif pieces and not pieces[-1][2] and pieces[-1][1] == begin:
+                pieces[-1] = (pieces[-1][0], end, [])
             else:
-                first = pieces.pop()[0] if is_open and pieces[-1][1] == begin else begin
-                pieces.append((first, end, grad_LP[:, first:end].unbind(0)))
-            is_open = index not in outside
+                pieces.append((begin, end, []))
         return pieces
 
     def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:

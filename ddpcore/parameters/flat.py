@@ -240,8 +240,10 @@ class FlatParameters:
 
         Those of fewer than ``min_numel`` elements are left out: a copy into ``grad_LP`` costs less than a kernel call.
         """
-        num, gradients = len(self.segments), list(map(_gradient_of, self.parameters))
         large = [(place, segment) for place, segment in enumerate(self.segments) if segment.numel >= min_numel]
+        if not large:
+            return {}
+        num, gradients = len(self.segments), list(map(_gradient_of, self.parameters))
         return {
             index: gradient.as_strided((segment.numel,), (1,))
             for place, segment in large
