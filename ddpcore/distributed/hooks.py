@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
-from ddpcore.distributed.averaging import averaged_model
+from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
 from ddpcore.distributed.observer import Observer
@@ -38,6 +38,7 @@ from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -80,7 +81,8 @@ class HookedDistributed(Distributed):
 
     def _register_forward_hooks(self) -> None:
         hook = _ForwardHook(self)
-        self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
+        first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
+        self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
@@ -102,12 +104,13 @@ class HookedDistributed(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
+        self._watch.begin_pause()
         before = self._buckets.num_paused
         try:
             yield
         finally:
             self._buckets.paused = paused
-            self._watch.note_paused(self._buckets.num_paused - before)
+            self._watch.end_pause(self._buckets.num_paused - before)
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -119,6 +122,8 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
+        if self.learner.flat.shards is not None:
+            return AveragedShards(self.learner, batch_norm)
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
@@ -143,6 +148,8 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.check_state(state)
+        if flat.shards is not None:
+            flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
         self._new_order = None
@@ -220,7 +227,8 @@ class HookedDistributed(Distributed):
         missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
         if not missing:
             return
-        is_given = torch.stack([flat.grad_views[index].any() for index in missing]).tolist()  # one wait for the device
+        found = torch.stack([local(flat.grad_views[index]).any() for index in missing]).double()
+        is_given = (found if flat.shards is None else flat.shards.add_(found)).tolist()  # one wait for the device
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
             if given and not parameter.requires_grad:
@@ -260,6 +268,8 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        if learner.flat.shards is not None:
+            learner.flat.shards.reshard()
         self._watch.before_step(closure)
         strategy.restore_weights(learner)
         if self._new_order is not None:
@@ -321,6 +331,8 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
+        if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
+            shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
         if torch._C._current_graph_task_id() != -1 or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)

@@ -1,6 +1,6 @@
 """The checks while a model trains: what the loop does that a strategy would not see, and numbers that are not finite.
 
-Errors name the cause, and come before a step changes any weight. docs/architecture.md says what each check costs.
+Errors name the cause, and come before a step changes any weight. docs/performance.md says what they cost.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 
-from ddpcore.distributed.alike import AlikeCheck
+from ddpcore.distributed.alike import check_alike
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
-from ddpcore.ops.dtypes import wide
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import is_capturing
 from ddpcore.parameters.flat import LARGE
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
     Learner,
     NonFinite,
     NonFiniteError,
-    first_nonfinite,
     row_sums,
-    sampled,
     suspects,
 )
 
-NUM_PARTS = 32  # of large weights: one of them is read before each send
-HUGE = 1e12  # a sum of gradients beyond which a step may overflow, so that all its weights are read
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
@@ -67,14 +63,11 @@ class LoopWatch:
         self._read_structure()
         self._segments: object = None
         self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
-        self._alike = AlikeCheck()
+        self._is_apart = False  # whether a step had no average, so that weights may differ
         self.restart()
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
-        self._written: list[int] = []  # versions of the weights after the last step
         self._sent: list[int] = []  # when they were sent
-        self._must_read = True  # whether weights may have become infinite
-        self._read_at = -1  # the step in which they were last checked
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self.found: list[NonFinite] = []
         self._has_buffers = any(self._buffers(row) for row in range(len(models)))
@@ -177,8 +170,7 @@ class LoopWatch:
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
         rows = range(len(self.learner.models))
-        if not self._kept:
-            self._kept = [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
+        self._kept = self._kept or [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
         for row in rows:
             torch._foreach_copy_(self._kept[row], self._buffers(row))
 
@@ -207,7 +199,8 @@ class LoopWatch:
             )
 
     def _weight_bits(self) -> Tensor:
-        return sampled(self._flat.param_LP.detach()).contiguous().view(torch.uint8).clone()
+        stride = self._flat.numel // 256 | 1  # odd, because each parameter begins at a multiple of 16
+        return self._flat.param_LP.detach()[:, ::stride].contiguous().view(torch.uint8).clone()
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
@@ -220,17 +213,20 @@ class LoopWatch:
 
     def note_message(self, columns: Tensor) -> None:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
-        self._sums[int(columns.storage_offset())] = row_sums(sampled(columns))
+        self._sums[int(columns.storage_offset())] = row_sums(columns)
 
-    def note_paused(self, num_gradients: int) -> None:
-        """After ``no_sync``: the program asked for no average, and so many gradients came inside."""
+    def begin_pause(self) -> None:
+        """At the start of ``no_sync``, which asks for no average."""
         self._averaged = True
+
+    def end_pause(self, num_gradients: int) -> None:
+        """At the end of ``no_sync``, in which so many gradients came."""
         self._is_late |= self._has_average and num_gradients > 0
 
     def check_alike(self) -> None:
-        """When gradients are averaged: see :class:`ddpcore.distributed.alike.AlikeCheck`. Collective."""
+        """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if not self._has_average and self._strategy.traits.stays_identical:
-            self._alike.check(self.learner)
+            check_alike(self.learner, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
@@ -318,19 +314,16 @@ class LoopWatch:
         self._check_parameters()
         self._check_optimized()
         is_unchanged = self._check_rows()
-        self._must_read |= closure is not None or self._versions() != self._written
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
-        """After the optimizer's step: weights that change from here on were changed by the program."""
-        self._alike.is_apart |= not self._has_average
-        self._written = self._versions()
+        """After the optimizer's step."""
+        self._is_apart |= not self._has_average
         self.restart()
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
-        self._written = self._versions()
         if self._strategy.traits.averages_gradients:
             self._stepped = list(map(_version_of, self._flat.grad_views))
 
@@ -355,9 +348,10 @@ class LoopWatch:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()
-        if tuple(map(Tensor.data_ptr, flat.grad_views)) != flat.grad_pointers:  # the program has set grad.data
+        if flat.current_grad_pointers() != flat.grad_pointers:  # the program has set grad.data
             flat.renew_grad_views()
-        found = list(map(Tensor.data_ptr, flat.parameters)), list(map(Tensor.numel, flat.parameters))
+        parts = flat.locals(flat.parameters)
+        found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
         if found == ([*flat.param_pointers], self._sizes):
             return
         places = zip(flat.names * flat.num_rows, *found, flat.param_pointers, self._sizes, strict=True)
@@ -390,21 +384,18 @@ class LoopWatch:
         learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
-            self._must_read = True
             return
-        rows = learner.living(self._suspects(one_row))
-        named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=True))}
+        named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
         if not named:
             return
         first, held = named[min(named)], learner.comm.learners
         covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
-        if not sums:
-            found = [self._event(held[row], name) for row, name in named.items()]
-        elif covers_all_learners:
-            all_sums = learner.comm.gather(torch.stack(sums).sum(dim=0).double())
+        if sums and covers_all_learners:
+            total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
+            all_sums = learner.comm.gather(total if shards is None else shards.add_(total))
             found = [self._event(one, first) for one in suspects(all_sums)]
         else:  # other groups know nothing of it, so nothing is gathered
-            own = set(suspects(torch.stack(sums).sum(dim=0)))
+            own = set(suspects(torch.stack(sums).sum(dim=0)) if sums else named)
             found = [self._event(held[row], name) for row, name in named.items() if row in own]
         found = found or [self._event(None, first)]
         if self._mode == "raise":
@@ -421,7 +412,7 @@ class LoopWatch:
         flat = self._flat
         gradients = list(map(_gradient_of, flat.parameters))
         one_row = one_row and all(map(is_, gradients, flat.grad_views))
-        if isinstance(self.learner.optimizer, FusedOptimizer):
+        if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(_gradient_of, flat.parameters))
         if all(map(is_, gradients, flat.grad_views)):
@@ -429,7 +420,6 @@ class LoopWatch:
         else:
             num = len(flat.segments)
             sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
-        self._must_read |= not bool((sums.abs() < HUGE).all())
         found = suspects(sums)
         return list(range(flat.num_rows)) if one_row and found else found
 
@@ -451,27 +441,15 @@ class LoopWatch:
 
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
-        learner, weights_LP = self.learner, self._flat.param_LP
-        self._sent = versions = self._versions()
-        weights_LX = weights_LP if columns_LX is None else columns_LX
+        learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
+        self._sent = self._versions()
         if learner.comm.num_learners == 1 or is_capturing(weights_LX):
             return
-        covers_all = weights_LX.shape == weights_LP.shape
-        must_read = self._must_read or versions != self._written or learner.step - self._read_at > 1
-        if must_read or not covers_all:
-            sums = row_sums(weights_LX)
-        else:
-            num = -(-self._flat.numel // NUM_PARTS)
-            begin = learner.step % NUM_PARTS * num
-            sums = row_sums(sampled(weights_LX)) + row_sums(weights_LX[:, begin : begin + num])
-        rows = learner.living(suspects(sums))
-        named = {row: name for row in rows if (name := first_nonfinite(learner.models[row], gradients=False))}
+        named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
         if named:
             raise NonFiniteError(
                 [self._event(learner.comm.learners[row], name, "weights") for row, name in named.items()]
             )
-        if covers_all:
-            self._must_read, self._written, self._read_at = False, versions, learner.step
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
@@ -489,8 +467,8 @@ _MOVED = (
 
 
 def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
-    given = [one._values() if one.is_sparse else one for one in gradients if one is not None]
-    sums = [one.sum(dtype=wide(one.dtype)) for one in given]
+    given = [one._values() if one.is_sparse else local(one) for one in gradients if one is not None]
+    sums = [row_sums(one.reshape(1, -1)) for one in given]
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 

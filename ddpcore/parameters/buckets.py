@@ -10,6 +10,7 @@ from torch import Tensor
 from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.hooks import weakly
+from ddpcore.parameters.shards import local
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -110,10 +111,8 @@ class GradientBuckets:
     @torch.no_grad()
     def _gather(self, parameter: Tensor, index: int) -> None:
         view = self.flat.grad_views[index]
-        if (
-            parameter.grad is view and view.data_ptr() != self.flat.grad_pointers[index]
-        ):  # the program has set grad.data
-            self.flat.renew_grad_views()
+        if parameter.grad is view and local(view).data_ptr() != self.flat.grad_pointers[index]:
+            self.flat.renew_grad_views()  # the program has set grad.data
         del view  # gather_grad counts references
         self.flat.gather_grad(index)
         self._sent.add(index)

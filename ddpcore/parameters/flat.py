@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
 from ddpcore.parameters.hooks import HookWatch
+from ddpcore.parameters.shards import Shards, local
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
@@ -52,6 +53,8 @@ class FlatParameters:
         bucket_bytes: the size of the largest bucket of gradients.
         first_bucket_bytes: the size of the first bucket; a smaller one starts communication earlier.
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
+        shards: if all parameters are DTensors, of one learner. The buffers hold their local parts then, and
+            ``grad_views`` are DTensors.
 
     Attributes:
         names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
@@ -76,22 +79,26 @@ class FlatParameters:
         bucket_bytes: int = 25 * MiB,
         first_bucket_bytes: int = MiB,
         allocate: Allocate | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.on_gradients = []
+        self.shards = shards
         rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
-            _check_parameters(named)
+            _check_parameters([(name, local(parameter)) for name, parameter in named])
         self.num_rows = len(rows)
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(rows[0]))
         self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
         itemsize = self.parameters[0].element_size()
+        locals_ = self.locals(self.parameters)
         sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
         plan_buckets(0, *sizes)  # refuses sizes before anything moves
-        values = [parameter.detach() for parameter in self.parameters]
-        gradients = [parameter.grad for parameter in self.parameters]
-        self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters[: len(self.names)]])
+        layouts = [(part.shape, part.stride()) for part in locals_[: len(self.names)]]
+        values = [part.detach() for part in locals_]
+        del locals_
+        self._move(values, [parameter.grad for parameter in self.parameters], layouts)
         self._hooks = HookWatch(self.parameters)
         self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
@@ -99,6 +106,14 @@ class FlatParameters:
     def numel(self) -> int:
         """P: the elements of one row, with padding. Padding is always zero."""
         return self.param_LP.shape[1]
+
+    def pointers(self) -> list[int]:
+        """The addresses of the parameters."""
+        return list(map(Tensor.data_ptr, self.locals(self.parameters)))
+
+    def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of DTensors on this rank."""
+        return tensors if self.shards is None else list(map(local, tensors))
 
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter, in the order of ``parameters``, of any buffer with the layout of ``param_LP``."""
@@ -169,13 +184,12 @@ class FlatParameters:
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:
-            gradients = [self._copy_if_aliased(self.parameters[index].grad) for index in places]
-            views = [self.grad_views[index] for index in places]
-            torch._foreach_copy_(views, gradients)
-            for index, view in zip(places, views, strict=True):
-                self.parameters[index].grad = view
+            gradients = [self._copy_if_aliased(local(self.parameters[index].grad)) for index in places]
+            torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
+            for index in places:
+                self.parameters[index].grad = self.grad_views[index]
         if missing:
-            torch._foreach_zero_([self.grad_views[index] for index in missing])
+            torch._foreach_zero_([local(self.grad_views[index]) for index in missing])
         return not missing
 
     def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
@@ -208,7 +222,7 @@ class FlatParameters:
             return False
         if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
             return False
-        if tuple(map(Tensor.data_ptr, self.grad_views)) != self.grad_pointers:
+        if self.current_grad_pointers() != self.grad_pointers:
             return False
         if is_new:
             torch._foreach_copy_(self._grad_stacks, given)
@@ -231,8 +245,12 @@ class FlatParameters:
         for index in indices:
             if counts[index] > _UNUSED:
                 kept = views[index]
-                views[index] = kept.data
-                kept.data = kept.data.clone()
+                if self.shards is None:
+                    views[index] = kept.data
+                    kept.data = kept.data.clone()
+                else:
+                    views[index] = self.shards.gradient(self.parameters[index], local(kept))
+                    kept._local_tensor = local(kept).clone()  # type: ignore[attr-defined]
         self.grad_views = tuple(views)
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
@@ -241,7 +259,7 @@ class FlatParameters:
         Those of fewer than ``min_numel`` elements are left out: a copy into ``grad_LP`` costs less than a kernel call.
         """
         large = [(place, segment) for place, segment in enumerate(self.segments) if segment.numel >= min_numel]
-        if not large:
+        if not large or self.shards is not None:
             return {}
         num, gradients = len(self.segments), list(map(_gradient_of, self.parameters))
         return {
@@ -265,11 +283,12 @@ class FlatParameters:
             self._detach_kept_grads([index])
         view = self.grad_views[index]
         if gradient is None:
-            view.zero_()
+            local(view).zero_()
         elif gradient.is_sparse:
             raise RuntimeError(_SPARSE)
         else:
-            parameter.grad = view.copy_(gradient)
+            local(view).copy_(local(gradient))
+            parameter.grad = view
 
     def reorder(self, order: Sequence[int]) -> None:
         """Change the order of the segments: ``order[i]`` is the present index of the new i-th one, in every row.
@@ -293,7 +312,13 @@ class FlatParameters:
         """Make new views of ``grad_LP``. Each has its own version counter, which shows a change of this view alone."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
         self.grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
+        if self.shards is not None:
+            self.grad_views = tuple(map(self.shards.gradient, self.parameters, self.grad_views))
         self._grad_stacks = self.stacks_of(self.grad_LP)
+
+    def current_grad_pointers(self) -> tuple[int, ...]:
+        """The addresses of ``grad_views``: they differ from ``grad_pointers`` if the program has set ``grad.data``."""
+        return tuple(map(Tensor.data_ptr, self.locals(self.grad_views)))
 
     def _move(
         self,
@@ -302,23 +327,26 @@ class FlatParameters:
         layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
     ) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
-        self.segments = _lay_out(self.names, layouts)
+        firsts = self.parameters[: len(self.names)]
+        rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
+        self.segments = _lay_out(self.names, layouts, rooms)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
-        shape = (self.num_rows, _aligned(last.offset + last.numel))
+        shape = (self.num_rows, _aligned(last.offset + rooms[-1]))
         self._known_views: dict[int, _BufferViews] = {}
         self._set_views(self._views_at(self._new(shape, dtype, device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
-            parameter.data = view
+            self._put(parameter, view)
         del value
         values.clear()  # frees the old weights before the gradients are allocated
         self.grad_LP = self._new(shape, dtype, device)
         self.renew_grad_views()
         for parameter, gradient, view in zip(self.parameters, gradients, self.grad_views, strict=True):
             if gradient is not None:
-                parameter.grad = view.copy_(gradient)
+                local(view).copy_(local(gradient))
+                parameter.grad = view
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "on_gradients": []}  # a copy has no watchers
@@ -330,7 +358,13 @@ class FlatParameters:
     def _repoint(self, place: _BufferViews) -> None:
         self._set_views(place)
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            self._put(parameter, view)
+
+    def _put(self, parameter: Tensor, view: Tensor) -> None:
+        if self.shards is None:
             parameter.data = view
+        else:
+            self.shards.move(parameter, view)
 
     def _set_views(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
@@ -351,11 +385,13 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple[Segment, ...]:
+def _lay_out(
+    names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]], rooms: Sequence[int]
+) -> tuple[Segment, ...]:
     segments, offset = [], 0
-    for name, (shape, stride) in zip(names, layouts, strict=True):
+    for name, (shape, stride), room in zip(names, layouts, rooms, strict=True):
         segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-        offset += _aligned(shape.numel())
+        offset += _aligned(room)
     return tuple(segments)
 
 
@@ -379,7 +415,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
+def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse parameters that cannot be views of one buffer.
 
     Raises:

@@ -14,10 +14,9 @@ from ddpcore import ops
 from ddpcore.comm.base import Communicator, LiveWeights
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
-SMALL = 2**14  # elements of a row that are read as a whole
-SAMPLE = 256  # those that are read of a longer row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +76,9 @@ def suspects(sums_L: Tensor) -> list[int]:
     return [row for row, total in enumerate(sums_L.tolist()) if not math.isfinite(total)]
 
 
-def sampled(rows_LX: Tensor) -> Tensor:
-    """About ``SAMPLE`` columns ``[L, n]`` of the rows; all of them if a row has at most ``SMALL`` elements."""
-    num = rows_LX.shape[1]
-    return rows_LX if num <= SMALL else rows_LX[:, :: num // SAMPLE | 1]  # odd: a parameter begins at a multiple of 16
-
-
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all floating-point and complex numbers of the tensors are finite."""
-    numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    numbers = [local(tensor.detach()) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     found = [tensor._values() if tensor.is_sparse else tensor for tensor in numbers]
     return all(bool(tensor.isfinite().all()) for tensor in found)
 
@@ -145,11 +138,21 @@ class Learner:
             return rows
         return [row for row in rows if row in membership.members]
 
-    def check_sent(self, columns_LX: Tensor | None = None) -> None:
-        """Check that weights which are about to be sent are finite.
+    def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
+        """The first parameter that is not finite, of those of these rows that take part and have one.
 
-        Weights that each step sends are read as a whole only if something may have made them infinite: the program
-        changed them, or the gradients were huge. Else it reads a sample, and one of 32 parts in turn.
+        Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
+        """
+        found = {
+            row: name for row in self.living(rows) if (name := first_nonfinite(self.models[row], gradients=gradients))
+        }
+        if self.flat.shards is None:
+            return found
+        num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)
+        return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
+
+    def check_sent(self, columns_LX: Tensor | None = None) -> None:
+        """Check that weights which are about to be sent are finite. It costs one sum over them.
 
         Args:
             columns_LX: those columns of the weights that are sent; None for all.
@@ -197,10 +200,18 @@ class Learner:
         if average_LP.dtype not in KERNEL_DTYPES:
             apart_LP = average_LP.sub_(weights_LP)
             parts = [apart_LP[:, segment.offset : segment.offset + segment.numel] for segment in flat.segments]
-            return torch.stack([part.double().square().sum(dim=1) for part in parts]).sum(dim=0)
+            return self.whole(torch.stack([part.double().square().sum(dim=1) for part in parts], dim=1))
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
-        sums = [
-            ops.noise_sums([row], [*bounds, flat.numel], average)[::2].sum()  # every second interval is padding
+        sums_LS = [
+            ops.noise_sums([row], [*bounds, flat.numel], average)[::2]  # every second interval is padding
             for row, average in zip(weights_LP, average_LP, strict=True)
         ]
-        return torch.stack(sums)
+        return self.whole(torch.stack(sums_LS))
+
+    def whole(self, sums_LS: Tensor) -> Tensor:
+        """The sum ``[L]`` over segments, and over the shards of a sharded learner. Collective over its ranks."""
+        shards, flat = self.flat.shards, self.flat
+        if shards is None:
+            return sums_LS.sum(dim=1)
+        replicas = [shards.replicas(parameter) for parameter in flat.parameters]
+        return shards.add_((sums_LS / torch.tensor(replicas, device=sums_LS.device)).sum(dim=1))
