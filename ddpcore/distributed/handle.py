@@ -42,6 +42,11 @@ class Distributed:
         self.nonfinite: list[NonFinite] = []
 
     @property
+    def learners_run(self) -> str:
+        """How virtual learners run, and why: ``together: ...`` in vmap, or ``in turn: ...``. Empty for real ranks."""
+        return ""
+
+    @property
     def models(self) -> Sequence[nn.Module]:
         """The models of the learners of this process: ``[model]`` for a baseline."""
         return [self.model]

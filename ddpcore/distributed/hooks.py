@@ -68,7 +68,8 @@ class HookedDistributed(Distributed):
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
-            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
+            waits = learner.comm.transport == "virtual"
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
@@ -85,6 +86,11 @@ class HookedDistributed(Distributed):
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
+
+    @property
+    @override
+    def learners_run(self) -> str:
+        return self.model.choice if isinstance(self.model, LearnerModels) else ""
 
     @property
     def models(self) -> Sequence[nn.Module]:

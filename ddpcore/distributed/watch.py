@@ -22,7 +22,7 @@ from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import is_capturing
-from ddpcore.optim.weight_step import LARGE
+from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (

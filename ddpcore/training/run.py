@@ -245,6 +245,7 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: d
         "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
         "communication": trainer.handle.comm.description,
+        "learners_run": trainer.handle.learners_run,
         "topology": _topology(config),
         **here,
     }
