@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddpcore.parameters.buckets import weakly
+from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
 
 
@@ -19,6 +20,7 @@ class GradientGuard:
     def watch(self) -> None:
         """Note each virtual learner's gradient as soon as autograd has written it."""
         if self._flat.num_rows > 1:
+            exclude_from_compilation(GradientGuard, "_note", "_note_views")
             self._flat.on_gradients.append(self._note_views)
             note = weakly(self._note)
             for parameter in self._flat.parameters:
@@ -39,6 +41,12 @@ class GradientGuard:
     def note_step(self) -> None:
         """Note the averaged gradients at the end of a step, which a later step may use again."""
         self._stepped = self._versions()
+
+    def has_any(self) -> bool:
+        """Whether any parameter has a gradient that is not zero."""
+        return any(
+            gradient is not None and bool(gradient.any()) for gradient in (p.grad for p in self._flat.parameters)
+        )
 
     def check_averaged(self, strategy: str) -> None:
         """Check, if no backward pass averaged gradients, that a step only repeats those of the last step.

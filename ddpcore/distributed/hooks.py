@@ -283,7 +283,10 @@ class HookedDistributed(Distributed):
             )
         self._forward_hook.check_called()
         if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
-            self._gradients.check_averaged(strategy.name)
+            if self._buckets is not None and self._weights.num_passes and not self._gradients.has_any():
+                self._buckets.finish_without_pass()  # learners that had a backward pass wait for this one
+            else:
+                self._gradients.check_averaged(strategy.name)
         if self._is_late:
             raise RuntimeError(
                 "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
@@ -375,7 +378,7 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
-        if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
+        if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle.is_own_pass():
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         self._has_others |= module is not handle.models[0]
@@ -385,6 +388,12 @@ class _ForwardHook:
         self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
+
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
+        raise AttributeError(
+            "torch.jit.script cannot compile a model in training: take the handle's evaluation_model()"
+        )
 
     def check_called(self) -> None:
         """Raise RuntimeError before a step if a loop calls learner 0's model, and never those of the other learners."""
@@ -401,6 +410,13 @@ class _ForwardHook:
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit.trace, torch.export or fake tensors run the model to read it, so no step begins."""
+    modes = torch._C._TorchDispatchModeKey
+    is_read = any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
+    return is_read or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 class _NoHook:

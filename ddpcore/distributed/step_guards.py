@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpcore.distributed.guards import wrapper_of
+from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
 
 _SAMPLE = 256  # weights of each learner that are compared between forward passes
@@ -128,6 +129,7 @@ class _Registrations:
     def watch(self) -> None:
         """Start to count, at the first call."""
         if not self._handles:
+            exclude_from_compilation(_Registrations, "_add")  # compiled code of other models runs it, too
             self._handles = [
                 nn.modules.module.register_module_parameter_registration_hook(self._add),
                 nn.modules.module.register_module_module_registration_hook(self._add),

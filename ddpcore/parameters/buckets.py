@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
+from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hook_watch import has_hook_after, num_hooks, refuse_compiled_autograd
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -54,7 +56,10 @@ class GradientBuckets:
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
         self._rows: set[int] = set()  # learners that had a backward pass
+        self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
+        self._num_hooks = -1  # of this process, when _late was read
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
+        exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
         self._tracker = BucketTracker([], [])
@@ -97,7 +102,7 @@ class GradientBuckets:
         del view  # gather_grad counts references
         self._seen.add(index)
         self._rows.add(row)
-        if not self._runs_last(parameter):
+        if not self._runs_last(parameter) or id(parameter) in self._late:
             return
         self.flat.gather_grad(index)
         self._sent.add(index)
@@ -108,9 +113,13 @@ class GradientBuckets:
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
+        refuse_compiled_autograd()
         self._pass = current
         if is_new:
             self.restart()
+        if self._num_hooks != num_hooks():
+            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or has_hook_after(p)}
+            self._num_hooks = num_hooks()
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -146,6 +155,12 @@ class GradientBuckets:
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)
+
+    def finish_without_pass(self) -> None:
+        """Send zeros, as a backward pass that gives no parameter a gradient."""
+        self.restart()
+        self._rows.update(range(self.flat.num_rows))
+        self._end()
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -53,3 +54,23 @@ def _has_node(parameter: Tensor) -> bool:
     first["ddpcore"] = True
     second: Any = get_gradient_edge(parameter).node.metadata
     return "ddpcore" in second
+
+
+def has_hook_after(parameter: Tensor) -> bool:
+    """Whether the parameter's accumulation node has hooks (``node.register_hook``), which run after all others."""
+    node: Any = get_gradient_edge(parameter).node
+    with own_hooks():  # a handle gives all hooks of its kind
+        handle = node.register_hook(lambda *_: None)
+        num = len(handle.hooks_dict_ref())
+        handle.remove()
+    return num > 1
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise RuntimeError if the backward pass is compiled. It runs hooks at other times than autograd does."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise RuntimeError(
+            "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
+        )

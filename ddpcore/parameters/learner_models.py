@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hook_watch import own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
@@ -174,6 +174,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_compiled_autograd()
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
         none = (None,) * (2 + num)
