@@ -1,13 +1,17 @@
-"""Whether hooks of a program may act on gradients that autograd accumulates."""
+"""Hooks of parameters: those of a program, which may act on a gradient, our own, and methods without compilation."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -74,3 +78,32 @@ def refuse_compiled_autograd() -> None:
             "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
             "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
         )
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(parameter)
+
+    return hook
+
+
+@functools.cache
+def exclude_from_compilation(
+    kind: type[Any] | ModuleType, *names: str, recursive: bool = True, reason: str | None = None
+) -> None:
+    """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
+
+    As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
+    as importing torch.
+
+    Args:
+        kind: the class or module.
+        names: of its methods or functions.
+        recursive, reason: see ``torch.compiler.disable``.
+    """
+    for name in names:
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))
