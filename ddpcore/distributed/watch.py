@@ -30,12 +30,9 @@ from ddpcore.strategies.learner import (
     NonFinite,
     NonFiniteError,
     row_sums,
-    sampled,
     suspects,
 )
 
-NUM_PARTS = 32  # of large weights: one of them is read before each send
-HUGE = 1e12  # a sum of gradients beyond which a step may overflow, so that all its weights are read
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
@@ -71,10 +68,7 @@ class LoopWatch:
         self.restart()
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
-        self._written: list[int] = []  # versions of the weights after the last step
         self._sent: list[int] = []  # when they were sent
-        self._must_read = True  # whether weights may have become infinite
-        self._read_at = -1  # the step in which they were last checked
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self.found: list[NonFinite] = []
         self._has_buffers = any(self._buffers(row) for row in range(len(models)))
@@ -206,7 +200,8 @@ class LoopWatch:
             )
 
     def _weight_bits(self) -> Tensor:
-        return sampled(self._flat.param_LP.detach()).contiguous().view(torch.uint8).clone()
+        stride = self._flat.numel // 256 | 1  # odd, because each parameter begins at a multiple of 16
+        return self._flat.param_LP.detach()[:, ::stride].contiguous().view(torch.uint8).clone()
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
@@ -219,7 +214,7 @@ class LoopWatch:
 
     def note_message(self, columns: Tensor) -> None:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
-        self._sums[int(columns.storage_offset())] = row_sums(sampled(columns))
+        self._sums[int(columns.storage_offset())] = row_sums(columns)
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
@@ -320,19 +315,16 @@ class LoopWatch:
         self._check_parameters()
         self._check_optimized()
         is_unchanged = self._check_rows()
-        self._must_read |= closure is not None or self._versions() != self._written
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
-        """After the optimizer's step: weights that change from here on were changed by the program."""
+        """After the optimizer's step."""
         self._is_apart |= not self._has_average
-        self._written = self._versions()
         self.restart()
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
-        self._written = self._versions()
         if self._strategy.traits.averages_gradients:
             self._stepped = list(map(_version_of, self._flat.grad_views))
 
@@ -393,7 +385,6 @@ class LoopWatch:
         learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
-            self._must_read = True
             return
         named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
         if not named:
@@ -430,7 +421,6 @@ class LoopWatch:
         else:
             num = len(flat.segments)
             sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
-        self._must_read |= not bool((sums.abs() < HUGE).all())
         found = suspects(sums)
         return list(range(flat.num_rows)) if one_row and found else found
 
@@ -452,26 +442,15 @@ class LoopWatch:
 
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
-        learner, weights_LP = self.learner, self._flat.param_LP
-        self._sent = versions = self._versions()
-        weights_LX = weights_LP if columns_LX is None else columns_LX
+        learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
+        self._sent = self._versions()
         if learner.comm.num_learners == 1 or is_capturing(weights_LX):
             return
-        covers_all = weights_LX.shape == weights_LP.shape
-        must_read = self._must_read or versions != self._written or learner.step - self._read_at > 1
-        if must_read or not covers_all:
-            sums = row_sums(weights_LX)
-        else:
-            num = -(-self._flat.numel // NUM_PARTS)
-            begin = learner.step % NUM_PARTS * num
-            sums = row_sums(sampled(weights_LX)) + row_sums(weights_LX[:, begin : begin + num])
-        named = learner.named_nonfinite(suspects(sums), gradients=False)
+        named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
         if named:
             raise NonFiniteError(
                 [self._event(learner.comm.learners[row], name, "weights") for row, name in named.items()]
             )
-        if covers_all:
-            self._must_read, self._written, self._read_at = False, versions, learner.step
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""

@@ -17,8 +17,6 @@ from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import local
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
-SMALL = 2**14  # elements of a row that are read as a whole
-SAMPLE = 256  # those that are read of a longer row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +74,6 @@ def row_sums(rows_LX: Tensor) -> Tensor:
 def suspects(sums_L: Tensor) -> list[int]:
     """The rows whose sum is not finite. It waits for the device."""
     return [row for row, total in enumerate(sums_L.tolist()) if not math.isfinite(total)]
-
-
-def sampled(rows_LX: Tensor) -> Tensor:
-    """About ``SAMPLE`` columns ``[L, n]`` of the rows; all of them if a row has at most ``SMALL`` elements."""
-    num = rows_LX.shape[1]
-    return rows_LX if num <= SMALL else rows_LX[:, :: num // SAMPLE | 1]  # odd: a parameter begins at a multiple of 16
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -160,10 +152,7 @@ class Learner:
         return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
 
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
-        """Check that weights which are about to be sent are finite.
-
-        Weights that each step sends are read as a whole only if something may have made them infinite: the program
-        changed them, or the gradients were huge. Else it reads a sample, and one of 32 parts in turn.
+        """Check that weights which are about to be sent are finite. It costs one sum over them.
 
         Args:
             columns_LX: those columns of the weights that are sent; None for all.
