@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from ddpcore.parameters.flat import LARGE, FlatParameters
-from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
@@ -196,6 +196,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_compiled_autograd()
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
         none = (None,) * (2 + num)
