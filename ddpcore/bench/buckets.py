@@ -10,7 +10,19 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.command import publish, resolve_ranks, start_ranks
+from ddpcore.bench.command import (
+    Kind,
+    PeakMemory,
+    check_models_memory,
+    environment,
+    environment_lines,
+    model_bytes,
+    publish,
+    resolve_ranks,
+    size_name,
+    spread_series,
+    start_ranks,
+)
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     DEFAULT_BUCKET_MB,
@@ -24,10 +36,7 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.environment import check_models_memory, environment, model_bytes
-from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.memory import PeakMemory
-from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
+from ddpcore.bench.isolated import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of

@@ -13,7 +13,17 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from ddpcore.bench import step_model
-from ddpcore.bench.command import publish, resolve_ranks, start_ranks
+from ddpcore.bench.command import (
+    Kind,
+    check_models_memory,
+    environment,
+    environment_lines,
+    publish,
+    resolve_ranks,
+    size_name,
+    spread_series,
+    start_ranks,
+)
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     DEFAULT_BUCKET_MB,
@@ -26,11 +36,8 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.environment import check_models_memory, environment
-from ddpcore.bench.isolated_comm import Call, average_together, averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
+from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.step_model import Machine, Step, Transfer
-from ddpcore.bench.step_timing import StepTimer
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.records.checkpoint import steps_of
+from ddpcore.records.run import steps_of
 from ddpcore.records.study import Folder
 
 Main = Callable[..., tuple[int, str, str]]

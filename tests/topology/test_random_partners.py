@@ -9,9 +9,9 @@ import pytest
 
 from ddpcore import TOPOLOGIES, RandomPair
 from ddpcore.comm.agreement import describe
-from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import MOST_WHOLE, random_matching
 from ddpcore.topology.rounds import mixing_matrix
+from ddpcore.topology.wrapped import Hierarchical
 
 
 def dense(topology: RandomPair, step: int, n: int) -> np.ndarray:

@@ -1,0 +1,144 @@
+"""Timing of the parts of a contender's step in isolation: its communication alone, and its computation alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddpcore.bench.contender import Contender
+from ddpcore.bench.step_model import Compute
+from ddpcore.comm.groups import barrier
+from ddpcore.parameters.buckets import messages
+
+Call = Callable[[], Any]
+_ITEMSIZE = 4  # bytes of a gradient element: every model of the bench is float32
+
+
+def _messages(one: Contender) -> list[Tensor] | None:
+    """The columns of the gradients ``[L, x]`` that are averaged in one message each; None for a baseline."""
+    learner = one.active.handle.learner
+    return None if learner is None else [learner.flat.grad_LP[:, b:e] for b, e in messages(learner.flat)]
+
+
+def bucket_bytes(one: Contender) -> list[int]:
+    """The sizes in bytes of the gradient buckets. If DDP has rebuilt its buckets, these are the new sizes."""
+    learner, model = one.active.handle.learner, one.active.handle.model
+    if learner is not None:
+        return [_ITEMSIZE * (end - begin) for begin, end in learner.flat.buckets]
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    logged = model._get_ddp_logging_data()
+    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"])
+    return [int(size) for size in sizes.split(",")]
+
+
+def message_bytes(one: Contender) -> list[int]:
+    """The sizes in bytes of the messages that carry the gradient buckets. DDP sends one message for each bucket."""
+    columns = _messages(one)
+    return bucket_bytes(one) if columns is None else [_ITEMSIZE * each.shape[1] for each in columns]
+
+
+def averages(one: Contender) -> list[Call]:
+    """For each message a blocking call that averages it. For DDP the call is an all-reduce of the same size."""
+    columns, device = _messages(one), one.active.dataset.train.labels.device
+    if columns is None:
+        return [partial(dist.all_reduce, torch.zeros(size // _ITEMSIZE, device=device)) for size in bucket_bytes(one)]
+    return [partial(_average, one, [each]) for each in columns]
+
+
+def average_together(one: Contender) -> None:
+    """Average all messages of a strategy of ddpcore at once, as in a backward pass. Collective."""
+    _average(one, _messages(one) or [])
+
+
+def _average(one: Contender, columns: list[Tensor]) -> None:
+    """Average some columns of the gradients, of all learners or of each group."""
+    comm, size = one.active.handle.comm, one.traits.group
+    for work in [comm.average_(each) if size == 1 else comm.average_groups_(each, size) for each in columns]:
+        work.wait()
+
+
+@torch.no_grad()
+def time_calls(calls: list[Call], device: str) -> tuple[list[float], float]:
+    """The seconds of each call on this rank, and the processor seconds of all calls. Collective.
+
+    All ranks begin at a barrier.
+    """
+    barrier("the start of a measurement")
+    cpu, seconds = time.process_time(), []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds, time.process_time() - cpu
+
+
+class StepTimer:
+    """Times the parts of a contender's steps; results are medians over steps.
+
+    On a GPU each time stamp waits for the stream, which is harmless in a step without communication.
+    """
+
+    def __init__(self, one: Contender) -> None:
+        self._trainer = one.active
+        self._cuda = self._trainer.dataset.train.labels.is_cuda
+        self._steps: list[tuple[float, float, float]] = []  # seconds of forward, backward and update
+        self._arrivals: dict[int, list[float]] = {}
+        self._sizes: dict[int, int] = {}
+        self._marks: list[float] = []
+        self._order: list[int] = []
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Install the hooks that :meth:`step` needs."""
+        model, optimizer = self._trainer.handle.model, self._trainer.optimizer
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._sizes = {id(parameter): parameter.numel() for parameter in parameters}
+        hooks: list[Any] = [
+            model.register_forward_hook(lambda *_: self._marks.append(self._now())),
+            optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())),
+            *(parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def step(self) -> None:
+        """Train and time one step, inside :meth:`hooks`."""
+        start = self._now()
+        self._marks, self._order, index = [], [], len(self._steps)
+        self._trainer.step()
+        end = self._now()
+        forward, backward = (mark - start for mark in self._marks)
+        self._steps.append((forward, backward - forward, end - start - backward))
+        for key in self._order:
+            when = self._arrivals[key][index]
+            self._arrivals[key][index] = min(1.0, max(0.0, (when - start - forward) / (backward - forward)))
+
+    def compute(self, seconds: float, cpu: float = 0.0) -> Compute:
+        """A step of this length in seconds, divided into parts in the measured proportions."""
+        parts = [median(part) for part in zip(*self._steps, strict=True)]
+        forward, backward, update = (seconds * part / sum(parts) for part in parts)
+        found = [(self._sizes[key], median(shares)) for key, shares in self._arrivals.items()]
+        arrivals = tuple(sorted(found, key=lambda entry: entry[1]))
+        return Compute(forward=forward, backward=backward, update=update, cpu=cpu, arrivals=arrivals)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        self._arrivals.setdefault(id(parameter), []).append(self._now())
+        self._order.append(id(parameter))
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
