@@ -144,7 +144,7 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
                 run_block(compute, config.steps, True)
             for one, of_one in zip(candidates, calls, strict=True):
                 run_block(one.contender, config.steps, True)
-                one.comm_seconds.append(sum(time_calls(of_one, resolved.device)[0]))
+                one.comm_seconds.append(time_calls(of_one, resolved.device).seconds)
                 progress.advance(1, one.contender.name)
     measured = [one.gather() for one in candidates]
     if world.rank == 0:

@@ -176,7 +176,7 @@ class Kind(NamedTuple):
         """Draw the charts of a result (as in the JSON file) into a PNG or SVG file.
 
         Raises:
-            ValueError: see :func:`ddpcore.display.plot_option.check_plot`; or no row has a number to draw.
+            ValueError: see :func:`ddpcore.display.chart.check_plot`; or no row has a number to draw.
         """
         from ddpcore.display.picture import plot_charts  # noqa: PLC0415  matplotlib takes half a second to import
 

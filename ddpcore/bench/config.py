@@ -14,7 +14,7 @@ from typing_extensions import override
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS
 from ddpcore.comm.membership import ON_FAILURE
-from ddpcore.display.plot_option import PLOT, check_plot
+from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.options.command_line import SETTINGS

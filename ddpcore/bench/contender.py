@@ -230,7 +230,7 @@ def parse_sizes(names: Sequence[str]) -> list[float]:
             sizes.append(math.inf if name == "one" else float(name))
         except ValueError:
             sizes.append(math.nan)
-        if not 0 < sizes[-1] or (math.isinf(sizes[-1]) and name != "one"):
+        if not sizes[-1] > 0 or (math.isinf(sizes[-1]) and name != "one"):
             raise ValueError(f"--bucket-mb: {name!r} is not a size above 0 in MiB: give sizes such as 1,25,one")
     if len(set(sizes)) != len(sizes):
         raise ValueError("--bucket-mb has a size twice: give each once")

@@ -1,8 +1,8 @@
 """The optimizers that are compared: ours, torch's, and those of other libraries, if installed; and the parameters.
 
-All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameter lists have the shapes of well-known networks.
-:class:`ForeachStep` applies the rules of :class:`~ddpcore.optim.FusedSGD`, ``FusedAdamW``, ``FusedLARS`` and ``FusedLAMB``
-with their default options in operations on lists of tensors, for ``torch.compile`` to fuse.
+All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameters have the shapes of well-known networks.
+:class:`ForeachStep` applies the rules of :class:`~ddpcore.optim.FusedSGD`, ``FusedAdamW``, ``FusedLARS`` and
+``FusedLAMB`` with their default options in operations on lists of tensors, for ``torch.compile`` to fuse.
 """
 
 from __future__ import annotations

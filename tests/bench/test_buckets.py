@@ -15,7 +15,7 @@ from ddpcore.bench import __main__ as bench
 from ddpcore.bench import buckets, comm, command
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
 from ddpcore.bench.contender import parse_sizes
-from ddpcore.display import plot_option
+from ddpcore.display import chart
 from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from helpers import ranks
@@ -134,7 +134,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 def test_missing_packages_and_memory_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot_option, "find_spec", lambda name: None)
+    monkeypatch.setattr(chart, "find_spec", lambda name: None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
     assert "pip install 'ddpcore[report]'" in capsys.readouterr().err
     monkeypatch.setattr(command, "free_memory", lambda device: 1e6)

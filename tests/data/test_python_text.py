@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpcore.data import load_dataset, split, total_variation
+from ddpcore.data import built_in, load_dataset, split, total_variation
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
