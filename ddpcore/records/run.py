@@ -12,8 +12,8 @@ from ddpcore.records.config import nested
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import read_file, shown
 
-FORMAT = 2
-MANIFEST = "manifest.json"
+FORMAT = 2  # of a checkpoint
+MANIFEST = "manifest.json"  # of a checkpoint
 FILES = re.compile(r"rank-[0-9]+\.(safetensors|json)")  # so a manifest names no file outside its folder
 
 
@@ -42,7 +42,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 RECORD = "record.jsonl"
 STEPS = "steps"  # a folder with the recorded steps of each rank
 MODEL = "model.safetensors"  # the averaged model at the end
-CHECKPOINTS = "checkpoints"  # a folder, see ddpcore.records.checkpoint
+CHECKPOINTS = "checkpoints"  # a folder
 ADDRESS = "join.json"  # while a run lasts that new ranks can join
 TENSORBOARD = "tensorboard"  # a folder
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
