@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from ddpcore import Topology
-from ddpcore.topology.base import RANDOM_STEPS
+
+RANDOM_STEPS = 32  # of a topology without a period
 
 
 def check_topology(topology: Topology, *, num_learners: Iterable[int] = range(1, 17), push_sum: bool = False) -> None:
