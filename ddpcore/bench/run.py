@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ddpcore import data
-from ddpcore.bench.command import publish, resolve_here, start_ranks
+from ddpcore.bench.command import Kind, bars, environment, environment_lines, has, publish, resolve_here, start_ranks
 from ddpcore.bench.config import BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     HIDDEN,
@@ -29,9 +29,7 @@ from ddpcore.bench.contender import (
     is_idle,
     run_block,
 )
-from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
-from ddpcore.bench.result import Kind, bars, environment_lines, has
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World

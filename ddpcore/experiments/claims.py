@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpcore.options.extras import extra
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import is_finite
+from ddpcore.options.typed import is_finite, suggest
 
 HOLDS, FAILS, NOT_RUN, VOID = "holds", "does not hold", "not run", "void"
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

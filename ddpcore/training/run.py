@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ddpcore.data import Dataset, total_variation
-from ddpcore.records.checkpoint import read_manifest
-from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
+from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
