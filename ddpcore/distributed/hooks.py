@@ -97,6 +97,12 @@ class HookedDistributed(Distributed):
         """The learners' models: one on a rank, one per virtual learner."""
         return self.learner.models
 
+    @override
+    def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+        if isinstance(self.model, LearnerModels):
+            return self.model.split(*tensors, at_once=at_once)
+        return super().split(*tensors)
+
     @contextmanager
     @override
     def no_sync(self) -> Iterator[None]:
@@ -341,6 +347,9 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
+        if isinstance(module, LearnerModels) and module.rows.start:
+            self._is_inside = True  # in a loop over split(), which is one pass
+            return
         if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
             shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
         if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle._watch.is_own_pass(module):
