@@ -24,7 +24,17 @@ COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "stats": (stats.StatsConfig, stats.prepare),
     "topology": (topology.TopologyConfig, topology.prepare),
 }
-_KINDS = (doctor.KIND, buckets.KIND, optim.KIND, predict.KIND, demo.KIND, comm.KIND, stats.KIND, topology.KIND, run.KIND)
+_KINDS = (
+    doctor.KIND,
+    buckets.KIND,
+    optim.KIND,
+    predict.KIND,
+    demo.KIND,
+    comm.KIND,
+    stats.KIND,
+    topology.KIND,
+    run.KIND,
+)
 
 
 def kind_of(result: dict[str, Any]) -> Kind | None:

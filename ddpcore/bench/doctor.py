@@ -110,7 +110,7 @@ def facts(device: str) -> dict[str, Any]:
         **machine(device),
         **variables,
         "host": socket.gethostname(),
-        "CUDA_HOME_has_nvcc": bool(home) and (Path(home) / "bin" / "nvcc").is_file(),
+        "CUDA_HOME_has_nvcc": home is not None and (Path(home) / "bin" / "nvcc").is_file(),
         "nvcc": shutil.which("nvcc"),
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "shm_bytes": shm,

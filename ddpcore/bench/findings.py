@@ -68,7 +68,7 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
 def slow_links(links: Sequence[Mapping[str, Any]]) -> list[str]:
     """The pairs of hosts whose link is below 1 Gb/s."""
     return [
-        f"the link between {link['hosts'][0]} and {link['hosts'][1]} carries {8e-6 * link['bytes_per_s']:.0f} Mb/s over "
+        f"the link between {' and '.join(link['hosts'])} carries {8e-6 * link['bytes_per_s']:.0f} Mb/s over "
         f"{link['interface']}: if there is a faster network, export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to it"
         for link in links
         if link["bytes_per_s"] < SLOW_LINK and link["hosts"][0] != link["hosts"][1]
@@ -114,5 +114,7 @@ def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[s
     elif dpsgd <= SHARE * step_seconds:
         take = "take DPSGD(RandomPair()): gossip with one neighbour hides behind the computation, and SSGD does not"
     else:
-        take = f"take LocalSGD(period={period}): weights averaged every {period} steps cost less than a tenth of the time"
+        take = (
+            f"take LocalSGD(period={period}): weights averaged every {period} steps cost less than a tenth of the time"
+        )
     return {"ssgd": ssgd, "dpsgd": dpsgd, "local_sgd": local, "period": period, "take": take}

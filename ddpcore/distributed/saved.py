@@ -15,14 +15,22 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.storage.serialization import pack, unpack
 
 _PREFIX = "ddpcore-rank-"
 _SAVED = re.compile(rf"(?:^|\.){_PREFIX}(\d+)\.(.+)$")
 
 
+def _hooked(handle: Distributed) -> HookedDistributed:
+    if not isinstance(handle, HookedDistributed):
+        raise ValueError("a baseline has no state of ddpcore: save the states of its model and optimizer")
+    return handle
+
+
 def run_state(handle: Distributed) -> dict[str, Any]:
     """Model, optimizer, handle and random numbers of this process: plain values and tensors. Not collective."""
+    handle = _hooked(handle)
     state = {
         "model": dict(handle.models[0].state_dict()),
         "optimizer": handle.learner.optimizer.state_dict(),
@@ -51,6 +59,7 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
     Raises:
         ValueError: another strategy or another model has saved them, or the learners of the strategy have no mean.
     """
+    handle = _hooked(handle)
     mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
     state = states[min(mine, len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
@@ -69,7 +78,7 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
 
 
 @torch.no_grad()
-def _load_average(handle: Distributed, states: Sequence[dict[str, Any]], moments: str) -> None:
+def _load_average(handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str) -> None:
     if moments not in ("average", "reset"):
         raise ValueError(f"moments is {moments!r}: choose from average, reset")
     saved, strategy = states[0]["handle"], handle.strategy
@@ -90,7 +99,7 @@ def _load_average(handle: Distributed, states: Sequence[dict[str, Any]], moments
     handle.load_state_dict({**own, "step": saved["step"], "layout": saved["layout"], "policies": saved["policies"]})
 
 
-def _moved_moments(handle: Distributed, states: Sequence[dict[str, Any]], moments: str) -> dict[str, Any]:
+def _moved_moments(handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str) -> dict[str, Any]:
     """The state of an optimizer of ``handle``'s learners from those of others: each parameter's is the mean of all."""
     first = {id(parameter) for parameter in handle.models[0].parameters()}
     optimizer, merged = handle.learner.optimizer, {}
@@ -126,10 +135,11 @@ def _entries(folder: str | Path) -> dict[str, Any]:
 
 
 class RunState:
-    """The state of a training as a ``Stateful`` of ``torch.distributed.checkpoint``: model, optimizer, handle, random numbers.
+    """A ``Stateful`` of ``torch.distributed.checkpoint`` with all state of a training.
 
-    The weights of the learners differ, so each process saves all of its own. Saving the states of model and optimizer
-    by themselves would keep those of one rank only, because torch takes equal names for copies of one tensor::
+    It has model, optimizer, handle and random numbers. The weights of the learners differ, so each process saves all of
+    its own. Saving the states of model and optimizer by themselves would keep only those of one rank, because torch
+    takes equal names for copies of one tensor::
 
         dcp.save({"run": RunState(handle)}, checkpoint_id="saved")
         dcp.load({"run": RunState(handle, saved="saved")}, checkpoint_id="saved")
@@ -145,7 +155,7 @@ class RunState:
     """
 
     def __init__(self, handle: Distributed, *, saved: str | Path | None = None, moments: str = "average") -> None:
-        self._handle, self._moments = handle, moments
+        self._handle, self._moments = _hooked(handle), moments
         self._found: dict[int, dict[str, Any]] = {}
         for name, entry in {} if saved is None else _entries(saved).items():
             if match := _SAVED.search(name):
@@ -186,5 +196,5 @@ class RunState:
 def replaced(model: nn.Module, average: nn.Module) -> Iterator[None]:
     """A context in which ``model`` computes with the parameters and buffers of ``average``, a copy of it."""
     tensors = {**dict(average.named_parameters()), **dict(average.named_buffers())}
-    with stateless._reparametrize_module(model, tensors, tie_weights=True):  # type: ignore[arg-type]
+    with stateless._reparametrize_module(model, tensors, tie_weights=True):
         yield

@@ -81,6 +81,7 @@ class NoSync:
         self._handle = weakref.ref(handle)
 
     def __call__(self) -> AbstractContextManager[None]:
+        """The context of the handle."""
         handle = self._handle()
         return nullcontext() if handle is None else handle.no_sync()
 
@@ -92,8 +93,8 @@ def _nothing() -> type[AbstractContextManager[None]]:
     return nullcontext
 
 
-def rank_file(folder: str | Path, rank: int) -> Path:
-    """Where a rank saves its own state, beside what the library saves."""
+def rank_file(folder: str | Path, rank: int | str) -> Path:
+    """Where a rank saves its own state, beside what the library saves; ``*`` stands for all ranks."""
     return Path(folder) / f"ddpcore_rank_{rank}.pt"
 
 
@@ -106,7 +107,7 @@ class _Saved:
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
-        torch.save(run_state(self._handle), rank_file(folder, self._rank))  # type: ignore[arg-type]
+        torch.save(run_state(self._handle), rank_file(folder, self._rank))
         average = self._handle.evaluation_model().state_dict()
         for model, one in zip(models, weights, strict=True):
             if model is self._handle.model:

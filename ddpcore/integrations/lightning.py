@@ -78,9 +78,9 @@ class GossipStrategy(DDPStrategy):
         if not isinstance(made, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         self._gossip = made
-        self._options = {"policies": policies, "connection": connection, "on_nonfinite": on_nonfinite}
+        self._options: dict[str, Any] = {"policies": policies, "connection": connection, "on_nonfinite": on_nonfinite}
         self.handle: Distributed | None = None
-        self._average: nn.Module | None = None
+        self._average: Any = None
 
     @property
     @override
@@ -89,8 +89,7 @@ class GossipStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        assert isinstance(self.model, LightningModule)
-        self.model = _Steps(self.model)
+        self.model: nn.Module | None = _Steps(self.lightning_module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -124,7 +123,7 @@ class GossipStrategy(DDPStrategy):
     on_validation_start = on_test_start = on_predict_start = _take_average
 
     def _averaged(self) -> AbstractContextManager[None]:
-        if self._average is None or self.model is None:
+        if self._average is None:
             return nullcontext()
         return replaced(self.lightning_module, self._average.module)
 
@@ -148,13 +147,16 @@ class GossipStrategy(DDPStrategy):
         if self.handle is None:
             return super().lightning_module_state_dict()
         with torch.inference_mode(False):
-            return self.handle.evaluation_model().module.state_dict()
+            average: Any = self.handle.evaluation_model()
+            return average.module.state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint:
             states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-            file = io.BytesIO()  # parameters are views of one buffer, which torch.save writes once and pickle many times
+            file = (
+                io.BytesIO()
+            )  # parameters are views of one buffer, which torch.save writes once and pickle many times
             torch.save(run_state(self.handle), file)
             dist.gather_object(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), states)
             checkpoint[KEY] = states

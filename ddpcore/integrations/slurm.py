@@ -42,8 +42,8 @@ class LaunchOptions:
 def job(options: LaunchOptions, words: Sequence[str]) -> str:
     """The text of the job.
 
-    ``train`` gets ``--resume``, which begins if there is no checkpoint. Slurm requeues the job if a node fails. It sends
-    SIGTERM two minutes before the time limit, and then the run saves a checkpoint.
+    ``train`` gets ``--resume``, which begins if there is no checkpoint. Slurm requeues the job if a node fails. It
+    sends SIGTERM two minutes before the time limit, and then the run saves a checkpoint.
 
     Raises:
         ValueError: the words are no command of ddpcore.
@@ -51,6 +51,7 @@ def job(options: LaunchOptions, words: Sequence[str]) -> str:
     if not words or words[0].startswith("-"):
         raise ValueError("the command is missing: add it after --, such as -- train --out runs/first model=mlp")
     resumes = [*words[:1], "--resume", *words[1:]] if words[0] == RESUMES and "--resume" not in words else list(words)
+    each = options.gpus or options.ranks
     lines = [
         "#!/bin/bash",
         "#SBATCH --job-name=ddpcore",
@@ -63,7 +64,7 @@ def job(options: LaunchOptions, words: Sequence[str]) -> str:
         "#SBATCH --open-mode=append",
         "#SBATCH --signal=TERM@120",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        f'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node {options.gpus or options.ranks} --rdzv-backend c10d \\',
+        f'srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node {each} --rdzv-backend c10d \\',
         f'    --rdzv-id "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" --rdzv-endpoint "$head:{options.port}" \\',
         f"    -m ddpcore {shlex.join(resumes)}",
     ]

@@ -9,7 +9,6 @@ from torch import nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
-from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import replaced, run_state
 from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, rank_file
 from ddpcore.options.extras import extra
@@ -35,15 +34,15 @@ class GossipTrainer(Trainer):
         ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
     """
 
-    def __init__(
-        self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not isinstance(strategy, Strategy):
             raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         check_plain(self.accelerator, self.model)
         if self.args.n_gpu > 1:
-            raise ValueError("one process would use several GPUs through DataParallel: start one rank a GPU by torchrun")
+            raise ValueError(
+                "one process would use several GPUs through DataParallel: start one rank a GPU by torchrun"
+            )
         self._strategy, self._options, self.handle = strategy, options or {}, None  # type: Any, Any, Distributed | None
         if not strategy.traits.averages_gradients:
             self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
@@ -51,7 +50,9 @@ class GossipTrainer(Trainer):
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepare_model = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, **kwargs: prepare_model(model, **{**kwargs, "evaluation_mode": True})
+        self.accelerator.prepare_model = lambda model, **kwargs: prepare_model(
+            model, **{**kwargs, "evaluation_mode": True}
+        )
         try:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         finally:

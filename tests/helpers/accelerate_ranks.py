@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -36,9 +37,7 @@ def train(epochs: Any, strategy: Any, *, resume: Any = None, save: Any = None, c
     if strategy is None:
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     else:
-        handle, model, optimizer, loader, schedule = prepare(
-            accelerator, model, optimizer, strategy, loader, schedule
-        )
+        handle, model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, strategy, loader, schedule)
     if resume:
         accelerator.load_state(str(resume))
     losses = []
@@ -82,6 +81,15 @@ def wrapped_before() -> None:
     prepare(accelerator, nn.parallel.DistributedDataParallel(model), optimizer, ddpcore.DPSGD())
 
 
+def sharded() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    try:
+        prepare(accelerator, model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD())
+    finally:
+        accelerator.state.distributed_type = DistributedType.MULTI_CPU
+
+
 def check(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     _, ddp, losses = train(range(3), None)
@@ -94,8 +102,6 @@ def check(folder: Path) -> dict[str, Any]:
         half = flat(half_handle.evaluation_model())
         _, later, second = train(range(2, 4), ddpcore.DPSGD(), resume=folder / precision, **options)
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
-        from safetensors.torch import load_file
-
         model.load_state_dict(load_file(folder / precision / "model.safetensors"))
         found[precision] = {
             "weights": (flat(whole), flat(later)),
@@ -106,6 +112,7 @@ def check(folder: Path) -> dict[str, Any]:
     found["refused"] = {
         "prepared": refused(prepared_before),
         "wrapped": refused(wrapped_before),
+        "fsdp": refused(sharded),
         "another": refused(lambda: train(range(1), ddpcore.SSGD(), resume=folder / "no")),
     }
     return found

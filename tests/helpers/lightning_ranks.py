@@ -57,6 +57,7 @@ def loader() -> DataLoader:
 def fit(folder: Path, strategy: Any, epochs: int, resume: Any = None, make: Any = None, **more: Any) -> Any:
     lightning.seed_everything(7 + int(os.environ.get("RANK", 0)), verbose=False)
     module = Classifier(make)
+    module.automatic_optimization = more.pop("automatic", True)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -147,14 +148,13 @@ def moves(folder: Path) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    two = lambda p: [FusedSGD(p, lr=0.1), FusedSGD([nn.Parameter(torch.ones(1))], lr=0.1)]  # noqa: E731
     strategy = GossipStrategy("dpsgd")
     trainer, module = fit(folder, strategy, 1)
     return {
         "find_unused": refused(lambda: GossipStrategy("dpsgd", find_unused_parameters=True)),
         "baseline": refused(lambda: GossipStrategy("ddp")),
         "unknown": refused(lambda: GossipStrategy("dpsdg")),
-        "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two)),
+        "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two, automatic=False)),
         "again": refused(lambda: trainer.fit(copy.copy(module), loader())),
         "another": refused(lambda: fit(folder, "ddpcore-ssgd", 4, resume=str(folder / "ddpcore-dpsgd.ckpt"))),
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, Trainer
 
@@ -97,6 +98,8 @@ def check(folder: Path) -> dict[str, Any]:
     before = flat(whole.model)
     evaluated = whole.evaluate()["eval_loss"]
     whole.save_model(str(where / "averaged"))
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes
     saved = BertForSequenceClassification.from_pretrained(where / "averaged")
     plain, _ = train(folder / "plain", "bert", None, max_steps=1)
     plain.model.load_state_dict(saved.state_dict())
@@ -109,7 +112,9 @@ def check(folder: Path) -> dict[str, Any]:
         "distance": whole.handle.consensus_distance(),
     }
     _, onward = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
-    _, begun = train(folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options)
+    _, begun = train(
+        folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options
+    )
     found["moves"] = (onward, begun)
     found["refused"] = {
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.records.checkpoint import step_folder
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.config import merged
 from ddpcore.training.trainer import Trainer
@@ -54,12 +53,7 @@ def moved(folder: Path, *parts: tuple[int, int], **sections: Any) -> RunRecord:
     return record
 
 
-    return load_file(step_folder(folder / "checkpoints", step) / "rank-0.safetensors")
-
-
-def test_no_sample_is_seen_twice_and_none_is_lost(
-    tmp_path: Path, ledger: list[tuple[int, torch.Tensor]]
-) -> None:
+def test_no_sample_is_seen_twice_and_none_is_lost(tmp_path: Path, ledger: list[tuple[int, torch.Tensor]]) -> None:
     record = moved(tmp_path / "run", (4, 2), (3, 6), (5, STEPS))
     last = dict(ledger)  # of the steps that a crash undid, what was taken in their place
     assert sorted(last) == list(range(STEPS))
@@ -81,7 +75,10 @@ def test_all_begin_from_the_averages(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def noted(trainer: Trainer, states: list[Any], moments: str) -> None:
         load(trainer, states, moments)
-        optimizer, models = trainer.optimizer.state_dict(), [dict(model.state_dict()) for model in trainer.handle.models]
+        optimizer, models = (
+            trainer.optimizer.state_dict(),
+            [dict(model.state_dict()) for model in trainer.handle.models],
+        )
         begun.append(copy.deepcopy((states, optimizer, models)))
 
     monkeypatch.setattr(Trainer, "load_moved", noted)
@@ -118,8 +115,10 @@ def test_the_outer_optimizer_keeps_its_state(tmp_path: Path, monkeypatch: pytest
     ((saved, here),) = begun
     assert all(torch.equal(a, b) for a, b in zip(saved["parts"], here["parts"], strict=True))
     saved_state, state = saved["optimizer"]["state"], here["optimizer"]["state"]
-    assert saved_state and all(torch.equal(saved_state[k]["momentum_buffer"], state[k]["momentum_buffer"]) for k in state)
-    assert record.final["accuracy"] > 0.5
+    assert saved_state and all(
+        torch.equal(saved_state[k]["momentum_buffer"], state[k]["momentum_buffer"]) for k in state
+    )
+    assert record.final["step"] == STEPS and not record.final["diverged"]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -127,7 +126,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds a run already"):
         train(config(3), out=tmp_path / "run")
     back_to(6, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"holds another run: strategy.name is 'ssgd', not 'dpsgd'"):
+    with pytest.raises(ValueError, match=r"holds another run: strategy is 'ssgd', not 'dpsgd'"):
         train(config(3, strategy={"name": "ssgd"}), out=tmp_path / "run", resume=True)
     fixed = {"data": {"sampler": "fixed"}}
     train(config(4, **fixed), out=tmp_path / "fixed")
