@@ -76,12 +76,12 @@ def run_rank(world: World, config: DoctorConfig) -> None:
         links = measured_links(world, everyone, device)
     if world.rank:
         return
-    hosts = {one["host"]: one for one in everyone}
-    problems = [problem for one in hosts.values() for problem in findings.of_host(one)]
+    hosts = everyone[:: world.local_world_size]
+    problems = [problem for one in hosts for problem in findings.of_host(one)]
     problems += findings.slow_ranks(seconds, [one["host"] for one in everyone]) + findings.slow_links(links)
     num_bytes = 4e6 * config.parameters if config.parameters is not None else bytes_of(config.model)
     result: dict[str, Any] = {
-        "hosts": list(hosts.values()),
+        "hosts": hosts,
         "work_ms": [1e3 * one for one in seconds],
         "rows": links,
         "problems": problems,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ddpcore.distributed.distribute import distribute
@@ -54,7 +55,7 @@ def prepare(
     check_plain(accelerator, model)
     others = tuple(accelerator.prepare(one) for one in others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
-    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **options)
+    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     saved = _Saved(handle, accelerator.process_index, accelerator.num_processes)
     accelerator.register_for_checkpointing(saved)
@@ -72,6 +73,11 @@ def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
         )
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
+
+
+def one_learner() -> dict[str, int]:
+    """The option of ``distribute`` for one process without a process group: a virtual learner."""
+    return {} if dist.is_initialized() else {"learners": 1}
 
 
 class NoSync:
@@ -110,13 +116,13 @@ class _Saved:
         torch.save(run_state(self._handle), rank_file(folder, self._rank))
         average = self._handle.evaluation_model().state_dict()
         for model, one in zip(models, weights, strict=True):
-            if model is self._handle.model:
+            if model is self._handle.models[0]:
                 one.update(average)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``, which must not load the averaged weights into this model."""
         self._folder = folder
-        models[:] = [model for model in models if model is not self._handle.model]
+        models[:] = [model for model in models if model is not self._handle.models[0]]
 
     def state_dict(self) -> dict[str, Any]:
         """What Accelerate saves once for all ranks."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from ddpcore.comm.connect import Connection
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state, replaced, run_state
-from ddpcore.distributed.state_sync import Policies
 from ddpcore.options.extras import extra
+from ddpcore.storage.serialization import pack, unpack
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
@@ -31,7 +29,7 @@ KEY = "ddpcore"  # of a checkpoint: the states of all ranks
 
 
 class _Steps(nn.Module):
-    """The module that ``distribute`` gets. Lightning calls it once a training step, so its hooks run once a step."""
+    """What ``distribute`` gets. Lightning calls it once a training step, so its hooks run once a step."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
@@ -42,45 +40,40 @@ class _Steps(nn.Module):
         return self.module(*args, **kwargs)
 
 
+def _averaged(name: str) -> Callable[..., Any]:
+    """A step of ``DDPStrategy`` in which the module has the averaged weights."""
+
+    def step(self: GossipStrategy, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._average is None else replaced(self.lightning_module, self._average.module):
+            return getattr(super(GossipStrategy, self), name)(*args, **kwargs)
+
+    return step
+
+
 class GossipStrategy(DDPStrategy):
     """Ranks as those of Lightning's DDP, whose learners average as a strategy of ddpcore says.
 
-    Validation, tests and predictions use the averaged model. A checkpoint holds the averaged weights, so any strategy
-    can load it, and beside them the state of each rank, so that a resumed run has the same bits. Rank 0 writes all of
-    it into one file, for which it needs memory for the states of all ranks.
+    Validation, tests and predictions use the averaged model. So does a checkpoint, so any strategy can load it. It has
+    the state of each rank too, for a resumed run with the same bits, and rank 0 needs memory for all of these.
 
     Args:
-        strategy: such as ``DPSGD()``, or its name. Names are registered too: ``Trainer(strategy="ddpcore-dpsgd")``.
-        policies: see :func:`ddpcore.distribute`; and so for ``connection`` and ``on_nonfinite``.
-        connection: transport, timeout and buckets.
-        on_nonfinite: what happens if a gradient is not finite.
-        options: of ``DDPStrategy`` except those of the wrapper: ``process_group_backend``, ``timeout``,
-            ``start_method``.
+        strategy: such as ``DPSGD()``, or its name. ``Trainer(strategy="ddpcore-dpsgd")`` works too.
+        options: of :func:`ddpcore.distribute`, such as ``{"policies": Policies(momentum="average")}``.
+        kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        ValueError: an option that belongs to DistributedDataParallel, a baseline, or (in ``fit``) several optimizers.
+        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) several optimizers.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy | str,
-        *,
-        policies: Policies | None = None,
-        connection: Connection | None = None,
-        on_nonfinite: str = "raise",
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        unused = [name for name in options if name in self._ddp_kwargs or name.startswith(("ddp_", "model_averaging"))]
-        if unused:
+    def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if unused := [name for name in kwargs if name in self._ddp_kwargs or name.startswith(("ddp_", "model_aver"))]:
             raise ValueError(f"GossipStrategy wraps no model in DistributedDataParallel: leave {', '.join(unused)} out")
-        made = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
-        if not isinstance(made, Strategy):
+        self._gossip = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
+        if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        self._gossip = made
-        self._options: dict[str, Any] = {"policies": policies, "connection": connection, "on_nonfinite": on_nonfinite}
+        self._options, self._average = options or {}, cast(Any, None)
         self.handle: Distributed | None = None
-        self._average: Any = None
 
     @property
     @override
@@ -93,14 +86,17 @@ class GossipStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        if len(self.optimizers) != 1:
-            raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        assert self.model is not None
-        self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits or self.handle is None or self.accelerator is None:
+            super().setup(trainer)
+        else:
+            self.accelerator.setup(trainer)  # and no more: DDPStrategy would give rank 0's weights to all learners
+            self.model_to_device()
+        if fits and self.model is not None:
+            if len(self.optimizers) != 1:
+                raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -109,10 +105,9 @@ class GossipStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The backward pass, then the step without a closure: a strategy acts between the two."""
-        plugin = self.precision_plugin
-        if getattr(plugin, "scaler", None) is not None:  # it already calls the closure first
+        if getattr(self.precision_plugin, "scaler", None) is not None:  # it already calls the closure first
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        result = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step(**kwargs)
         return result
 
@@ -121,52 +116,25 @@ class GossipStrategy(DDPStrategy):
             self._average = None if self.handle is None else self.handle.evaluation_model()
 
     on_validation_start = on_test_start = on_predict_start = _take_average
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        if self._average is None:
-            return nullcontext()
-        return replaced(self.lightning_module, self._average.module)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._averaged():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._averaged():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._averaged():
-            return super().predict_step(*args, **kwargs)
+    validation_step, test_step, predict_step = map(_averaged, ("validation_step", "test_step", "predict_step"))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.handle is None:
-            return super().lightning_module_state_dict()
-        with torch.inference_mode(False):
-            average: Any = self.handle.evaluation_model()
-            return average.module.state_dict()
+        self._take_average()
+        return super().lightning_module_state_dict() if self._average is None else self._average.module.state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint:
             states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-            file = (
-                io.BytesIO()
-            )  # parameters are views of one buffer, which torch.save writes once and pickle many times
-            torch.save(run_state(self.handle), file)
-            dist.gather_object(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), states)
+            dist.gather_object(pack(run_state(self.handle)), states)
             checkpoint[KEY] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if KEY in checkpoint and self.handle is not None:
-            files = (io.BytesIO(state.numpy().tobytes()) for state in checkpoint[KEY])
-            load_run_state(self.handle, [torch.load(file, map_location="cpu", weights_only=True) for file in files])
+            load_run_state(self.handle, [unpack(*state, self.root_device) for state in checkpoint[KEY]])
         else:  # of another strategy
             super().load_optimizer_state_dict(checkpoint)
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.saved import replaced, run_state
-from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, rank_file
+from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -58,7 +58,9 @@ class GossipTrainer(Trainer):
         finally:
             del self.accelerator.prepare_model
         model, optimizer = self.model, self.optimizer.optimizer
-        self.handle = distribute(model, optimizer, self._strategy, scaler=self.accelerator.scaler, **self._options)
+        self.handle = distribute(
+            model, optimizer, self._strategy, scaler=self.accelerator.scaler, **one_learner(), **self._options
+        )
         model.no_sync = NoSync(self.handle)
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)

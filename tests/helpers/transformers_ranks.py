@@ -101,7 +101,7 @@ def check(folder: Path) -> dict[str, Any]:
     if dist.is_initialized():
         dist.barrier()  # rank 0 writes
     saved = BertForSequenceClassification.from_pretrained(where / "averaged")
-    plain, _ = train(folder / "plain", "bert", None, max_steps=1)
+    plain, _ = train(folder / "plain", "bert", None, max_steps=1, average_tokens_across_devices=False)
     plain.model.load_state_dict(saved.state_dict())
     found["dpsgd"] = {
         "weights": (flat(whole.model), flat(later.model)),

@@ -47,7 +47,9 @@ def test_the_averaged_model_is_evaluated_and_saved(both: list[dict[str, Any]]) -
 
 def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
     onward, begun = both[0]["moves"]
-    assert len(onward) == len(begun) == 4 and all(loss < 1.5 for loss in onward + begun)
+    assert len(onward) == len(begun) == 4
+    assert sum(onward) / 4 < both[0]["bert"]["losses"][0][0]  # the loss of a new model
+    assert sum(begun) / 4 < both[0]["dpsgd"]["losses"][0][0]
 
 
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
