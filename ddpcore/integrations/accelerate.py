@@ -75,7 +75,7 @@ def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
 
 
-def one_learner() -> dict[str, int]:
+def one_learner() -> dict[str, Any]:
     """The option of ``distribute`` for one process without a process group: a virtual learner."""
     return {} if dist.is_initialized() else {"learners": 1}
 

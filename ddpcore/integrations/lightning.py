@@ -134,7 +134,7 @@ class GossipStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if KEY in checkpoint and self.handle is not None:
-            load_run_state(self.handle, [unpack(*state, self.root_device) for state in checkpoint[KEY]])
+            load_run_state(self.handle, [unpack(one[0], one[1], self.root_device) for one in checkpoint[KEY]])
         else:  # of another strategy
             super().load_optimizer_state_dict(checkpoint)
 

@@ -43,7 +43,8 @@ class GossipTrainer(Trainer):
             raise ValueError(
                 "one process would use several GPUs through DataParallel: start one rank a GPU by torchrun"
             )
-        self._strategy, self._options, self.handle = strategy, options or {}, None  # type: Any, Any, Distributed | None
+        self._strategy, self._options = strategy, options or {}
+        self.handle: Any = None
         if not strategy.traits.averages_gradients:
             self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
 
