@@ -10,6 +10,8 @@ import torch
 
 from helpers import lightning_ranks, ranks
 
+pytestmark = pytest.mark.slow
+
 SAME = ("ddpcore-dpsgd", "ddpcore-ssgd", "local")  # whose runs are repeated bit for bit
 
 

@@ -11,6 +11,8 @@ import torch
 import ddpcore
 from helpers import ranks, transformers_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, Any]]:
