@@ -25,6 +25,8 @@ _SAVED = re.compile(rf"(?:^|\.){_PREFIX}(\d+)\.(.+)$")
 def _hooked(handle: Distributed) -> HookedDistributed:
     if not isinstance(handle, HookedDistributed):
         raise ValueError("a baseline has no state of ddpcore: save the states of its model and optimizer")
+    if handle.learner.flat.shards is not None:
+        raise ValueError("each rank has a shard of a learner: save it as docs/sharded.md shows")
     return handle
 
 
