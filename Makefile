@@ -160,7 +160,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 
 # What tests, documentation and releases need besides.
 .venv/.tools: .venv/.ready
-	@echo "adding the tools of tests and documentation to .venv: downloads about 140 MB"
+	@echo "adding the tools of tests and documentation to .venv: downloads about 110 MB"
 	.venv/bin/pip install -q --no-compile -c constraints.txt $(TOOLS)
 	@touch $@
 
