@@ -16,6 +16,7 @@ if find_spec("torch") is None:
 from ddpcore.comm.connect import Connection
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.saved import RunState
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
@@ -35,11 +36,11 @@ from ddpcore.strategies.slowmo import SlowMo
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.given import FromGraph, FromMatrix
-from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import Matching, RandomPair
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.wrapped import Hierarchical
 
 __version__ = VERSION
 
@@ -73,6 +74,7 @@ __all__ = [
     "RandomPair",
     "Ring",
     "Round",
+    "RunState",
     "STRATEGIES",
     "Single",
     "SlowMo",

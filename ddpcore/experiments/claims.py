@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpcore.options.extras import extra
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import is_finite
+from ddpcore.options.typed import is_finite, suggest
 
 HOLDS, FAILS, NOT_RUN, VOID = "holds", "does not hold", "not run", "void"
 WITHIN_SPREAD = f"{HOLDS}, within the spread"

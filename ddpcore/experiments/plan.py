@@ -10,10 +10,9 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
-from ddpcore.records.checkpoint import read_manifest as read_checkpoint
-from ddpcore.records.checkpoint import step_folder, steps_of
 from ddpcore.records.config import BOOKKEEPING
-from ddpcore.records.run import CHECKPOINTS, RECORD
+from ddpcore.records.run import CHECKPOINTS, RECORD, step_folder, steps_of
+from ddpcore.records.run import read_manifest as read_checkpoint
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
 from ddpcore.runtime.launch import torchrun_world
 from ddpcore.storage.files import LOCK

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from ddpcore.experiments import hosts
 from ddpcore.experiments.metrics import curves_of, metrics_of
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
-from ddpcore.records.checkpoint import steps_of
-from ddpcore.records.run import CHECKPOINTS
+from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors (FSDP2, HSDP, tensor parallel): local shards, and checks of their layouts."""
+"""Parameters that are DTensors (FSDP2, HSDP, tensor parallel): their gradients, and checks of their layouts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
+
 Named = Iterable[tuple[str | int, Tensor]]
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. The class itself is not imported, because that takes long."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of a DTensor on this rank; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def check_shards(named: Named) -> None:
@@ -60,14 +53,20 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
         )
 
 
-def placements_of(tensor: Any) -> Any:
-    """The placements of a DTensor, one for each dimension of its mesh."""
-    return tensor.placements
+def divided(tensor: Any, name: object = "") -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks that have shards of a DTensor, and the dimension that they divide; None if each rank has all of it.
 
-
-def mesh_of(tensor: Any) -> Any:
-    """The device mesh of a DTensor."""
-    return tensor.device_mesh
+    Raises:
+        ValueError: several dimensions of the mesh divide it, or one divides it in another way than ``torch.chunk``.
+    """
+    mesh, placements = mesh_of(tensor), placements_of(tensor)
+    dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
+    if len(dims) > 1 or any(type(placements[dim]).__name__ != "Shard" for dim in dims):
+        raise ValueError(
+            f"parameter {name} is laid out as {placements}, and Muon gathers a matrix along one dimension: put "
+            "it in a group with rule='adamw'"
+        )
+    return (mesh.get_group(dims[0]), placements[dims[0]].dim) if dims else None
 
 
 def first_of_shard(tensor: Any) -> int:

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from ddpcore.parameters.compilation import exclude_from_compilation
-from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
-from ddpcore.parameters.vmap_rules import VmapRules
+from ddpcore.parameters.flat import LARGE, FlatParameters
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
+from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
@@ -31,7 +30,8 @@ class LearnerModels(nn.Module):
         flat: their parameters, row j of learner j.
         rows: the learners that the next call runs: all, except inside a loop over :meth:`split`.
         vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
-            the bits of a real learner. None chooses vmap for plain models: an ``nn.Sequential`` of linear layers,
+            the bits of a real learner. None chooses vmap for plain models if it makes their step faster
+            (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
             normalisations of samples and activations, or of classes that set ``vectorizes = True`` beside
             their ``forward``. ``"measure"`` times both on the first batch and keeps the faster. Models with hooks or
             parametrizations always run in turn.
@@ -48,10 +48,21 @@ class LearnerModels(nn.Module):
         self.rows = range(len(self.models))
         self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
         self.vectorize = vectorize
+        self._wants_vmap, self._why = bool(vectorize), f"vectorize={vectorize!r}"
+        if vectorize is None:
+            self._wants_vmap, self._why = choice_by_shape(flat)
+
+    @property
+    def choice(self) -> str:
+        """How the models run, and why: ``together: ...`` or ``in turn: ...``."""
+        if self._wants_vmap and not self._rules.allow(plain_only=self.vectorize is None):
+            return "in turn: models have hooks or differ, or are not known to compute the same in vmap"
+        return f"{'together' if self._wants_vmap else 'in turn'}: {self._why}"
 
     def runs_in_vmap(self) -> bool:
         """Whether a call runs all learners together; for ``"measure"``, whether it may."""
-        return self.vectorize is not False and self._rules.allow(plain_only=self.vectorize is None)
+        wanted = self._wants_vmap or self.vectorize == "measure"
+        return wanted and self._rules.allow(plain_only=self.vectorize is None)
 
     def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
         """See :meth:`ddpcore.Distributed.split`."""
@@ -74,7 +85,8 @@ class LearnerModels(nn.Module):
             The learners' outputs: tensors in them are stacked, other values are lists with one item per learner.
         """
         num = len(self.rows)
-        tensors = [x for x in tree_flatten((inputs, named_inputs))[0] if isinstance(x, Tensor)]
+        is_one = not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor)
+        tensors = inputs if is_one else [x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor)]
         for tensor in tensors:
             if tensor.dim() == 0 or len(tensor) != num:
                 raise ValueError(
@@ -83,11 +95,11 @@ class LearnerModels(nn.Module):
                 )
         if self.vectorize == "measure":
             allowed = self._rules.allow(plain_only=False)
-            self.vectorize = allowed and self._is_faster_vectorized(inputs, named_inputs)
+            self.vectorize = self._wants_vmap = allowed and self._is_faster_vectorized(inputs, named_inputs)
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
-        if in_transform or not tensors or self.vectorize is False:
+        if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
-        if self._rules.allow(plain_only=self.vectorize is None) if self._in_vmap is None else self._in_vmap:
+        if self.runs_in_vmap() if self._in_vmap is None else self._in_vmap:
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
@@ -142,11 +154,16 @@ class LearnerModels(nn.Module):
                     output.register_hook(check)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        results = []
-        for row, place in enumerate(self.rows):
-            model = self.models[place]
-            args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
-            results.append(model(*args, **kwargs))
+        models = [self.models[place] for place in self.rows]
+        if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
+            results = [model(_row_of(inputs[0], row)) for row, model in enumerate(models)]
+            if all(isinstance(result, Tensor) for result in results):
+                return torch.stack(results)
+        else:
+            results = []
+            for row, model in enumerate(models):
+                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
+                results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
@@ -157,30 +174,38 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
     def _is_faster_vectorized(self, inputs: Any, named_inputs: Any) -> bool:
-        """Time both ways; random numbers and buffers do not change."""
+        """Time both ways, with the copies of gradients to the flat buffer; random numbers and buffers do not change."""
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        device = self._flat.param_LP.device
+        flat, device = self._flat, self._flat.param_LP.device
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        places = flat.views_of(torch.empty_like(flat.param_LP))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
                 for _ in range(1 + TRIALS):  # the first is a warm-up
                     for together, run in ((True, self._together), (False, self._in_turn)):
                         start = time.perf_counter()
                         try:
-                            outputs = [x for x in tree_flatten(run(inputs, named_inputs))[0] if isinstance(x, Tensor)]
+                            outputs = [x for x in tree_leaves(run(inputs, named_inputs)) if isinstance(x, Tensor)]
                             total = torch.stack([output.float().sum() for output in outputs]).sum()
-                            torch.autograd.grad(total, self._flat.parameters, allow_unused=True)
+                            found = torch.autograd.grad(total, flat.parameters, allow_unused=True)
                         except RuntimeError:
                             if not together:
                                 raise
-                            return False  # vmap cannot run every model
+                            self._why = "vmap cannot run the models"
+                            return False
+                        pairs = zip(places, found, strict=True)
+                        copied = [(x, g) for x, g in pairs if g is not None and (together or g.numel() < LARGE)]
+                        for place, gradient in copied:
+                            place.copy_(gradient)
                         if device.type == "cuda":
                             torch.cuda.synchronize()
                         seconds[together].append(time.perf_counter() - start)
         finally:
             for buffer, value in buffers:
                 buffer.data.copy_(value)
-        return min(seconds[True][1:]) < min(seconds[False][1:])
+        vmap, turn = (1000 * min(seconds[way][1:]) for way in (True, False))
+        self._why = f"measured {vmap:.2f} ms in vmap, {turn:.2f} ms in turn, forward and backward"
+        return vmap < turn
 
 
 def _row_of(tensor: Tensor, row: int) -> Tensor:
@@ -203,6 +228,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_compiled_autograd()
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
         none = (None,) * (3 + num)

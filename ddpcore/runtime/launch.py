@@ -82,6 +82,11 @@ def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
 
 
+def variables(names: Sequence[str]) -> dict[str, str | None]:
+    """The values of environment variables; None for those that are not set."""
+    return {name: os.environ.get(name) for name in names}
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.saved import load_run_state
 from ddpcore.optim.schedules import Schedule
 
 
@@ -307,6 +308,24 @@ class Trainer:
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and device.type == "cuda":
             torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), device)
+
+    def load_moved(self, states: list[dict[str, Any]], moments: str) -> None:
+        """Load what the processes of a run with another number of learners have saved. Collective.
+
+        Args:
+            states: results of :meth:`state_dict`, of all these processes.
+            moments: see :func:`ddpcore.distributed.saved.load_run_state`.
+
+        Raises:
+            ValueError: another strategy or another model has saved them.
+        """
+        if self.handle.learner is None:  # a baseline, whose learners are equal
+            random, states = self.state_dict()["random"], states[:1]
+            self.load_state_dict({**states[0], "random": random})
+        else:
+            load_run_state(self.handle, states, moments=moments)
+        self.num_steps = states[0]["step"]
+        torch.manual_seed(torch.initial_seed() + self.num_steps)  # no learner repeats the numbers of the first steps
 
     @torch.no_grad()
     def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:

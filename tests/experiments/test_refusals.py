@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.records.checkpoint import steps_of
+from ddpcore.records.run import steps_of
 from ddpcore.records.study import Folder
 
 Main = Callable[..., tuple[int, str, str]]
@@ -205,7 +205,7 @@ def test_a_run_or_checkpoint_of_another_model(
 
 
 def test_no_matplotlib(main: Main, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcore.display.plot_option.find_spec", lambda name: None)
+    monkeypatch.setattr("ddpcore.display.chart.find_spec", lambda name: None)
     check(main("compare", done, "--plot", done / "x.png"), "pip install 'ddpcore[report]'")
     assert not (done / "x.png").exists()
 

@@ -1,0 +1,109 @@
+"""Hooks of parameters: those of a program, which may act on a gradient, our own, and methods without compilation."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+_hooks_of = attrgetter("_backward_hooks")
+_own_handles = 0  # hooks that ddpcore registered
+
+
+@contextmanager
+def own_hooks() -> Iterator[None]:
+    """Inside, ddpcore registers its own hooks."""
+    global _own_handles
+    before = RemovableHandle.next_id
+    try:
+        yield
+    finally:
+        _own_handles += RemovableHandle.next_id - before
+
+
+class HookWatch:
+    """Knows whether a hook may act on a gradient of these parameters before it is in ``.grad``.
+
+    Hooks of an accumulation node (``get_gradient_edge(parameter).node``) cannot be read. So it counts all hooks that
+    are registered from now on, and assumes that a node has hooks if something already holds a reference to it.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._num = num_hooks()
+        self._is_held = any(list(map(_has_node, parameters)))
+
+    def may_act(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a hook may act on the gradients of these."""
+        return self._is_held or self._num != num_hooks() or any(map(_hooks_of, parameters))
+
+
+def num_hooks() -> int:
+    """How many hooks of any kind others than ddpcore have registered in this process."""
+    return RemovableHandle.next_id - _own_handles
+
+
+def _has_node(parameter: Tensor) -> bool:
+    """Whether something holds the parameter's accumulation node. If not, torch makes one for each graph."""
+    first: Any = get_gradient_edge(parameter).node.metadata
+    first["ddpcore"] = True
+    second: Any = get_gradient_edge(parameter).node.metadata
+    return "ddpcore" in second
+
+
+def has_hook_after(parameter: Tensor) -> bool:
+    """Whether the parameter's accumulation node has hooks (``node.register_hook``), which run after all others."""
+    node: Any = get_gradient_edge(parameter).node
+    with own_hooks():  # a handle gives all hooks of its kind
+        handle = node.register_hook(lambda *_: None)
+        num = len(handle.hooks_dict_ref())
+        handle.remove()
+    return num > 1
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise RuntimeError if the backward pass is compiled. It runs hooks at other times than autograd does."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise RuntimeError(
+            "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
+        )
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(parameter)
+
+    return hook
+
+
+@functools.cache
+def exclude_from_compilation(
+    kind: type[Any] | ModuleType, *names: str, recursive: bool = True, reason: str | None = None
+) -> None:
+    """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
+
+    As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
+    as importing torch.
+
+    Args:
+        kind: the class or module.
+        names: of its methods or functions.
+        recursive, reason: see ``torch.compiler.disable``.
+    """
+    for name in names:
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))
