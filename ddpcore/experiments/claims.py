@@ -30,7 +30,7 @@ from ddpcore.options.typed import is_finite, suggest
 
 HOLDS, FAILS, NOT_RUN, VOID = "holds", "does not hold", "not run", "void"
 WITHIN_SPREAD = f"{HOLDS}, within the spread"
-_ABOUT_SPREADS = ("count", "std", "paired")
+_ABOUT_SPREADS = ("count", "std", "paired", "min", "max")
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
