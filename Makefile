@@ -28,7 +28,7 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo lightning transformers accelerate
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: install bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
@@ -160,7 +160,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 
 # What tests, documentation and releases need besides.
 .venv/.tools: .venv/.ready
-	@echo "adding the tools of tests and documentation to .venv: downloads about 80 MB"
+	@echo "adding the tools of tests and documentation to .venv: downloads about 110 MB"
 	.venv/bin/pip install -q --no-compile -c constraints.txt $(TOOLS)
 	@touch $@
 

@@ -16,6 +16,7 @@ if find_spec("torch") is None:
 from ddpcore.comm.connect import Connection
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.saved import RunState
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
@@ -73,6 +74,7 @@ __all__ = [
     "RandomPair",
     "Ring",
     "Round",
+    "RunState",
     "STRATEGIES",
     "Single",
     "SlowMo",

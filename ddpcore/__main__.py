@@ -11,6 +11,12 @@ from difflib import get_close_matches
 # command -> module, words that come before the user's, one line of help
 COMMANDS = {
     "demo": ("ddpcore.bench", ("demo",), "one minute: why averaging weights trains at larger learning rates"),
+    "doctor": (
+        "ddpcore.bench",
+        ("doctor",),
+        "what is wrong with these hosts and their network, and which strategy suits",
+    ),
+    "launch": ("ddpcore.integrations.slurm", (), "write or submit a Slurm job that runs a command of ddpcore"),
     "bench": ("ddpcore.bench", (), "compare strategies, optimizers, bucket sizes and transports on this machine"),
     "train": ("ddpcore.training", (), "a whole training run from one config"),
     "experiments": ("ddpcore.experiments", (), "repeat published studies, and compare with their numbers"),

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
         options, prepare = COMMANDS[name]
-        program = "ddpcore demo" if name == "demo" else f"{program} {name}".rstrip()
+        program = f"ddpcore {name}" if name in ("demo", "doctor") else f"{program} {name}".rstrip()
         prog, epilog = program, "" if name else _further(COMMANDS)
         torchrun = launch.torchrun_world()
         if torchrun is not None:

@@ -260,7 +260,7 @@ def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
 
 def num_hosts(torchrun: World | None) -> int:
     """The number of machines on which the ranks run."""
-    return 1 if torchrun is None else -(-torchrun.world_size // torchrun.local_world_size)
+    return 1 if torchrun is None else torchrun.num_hosts
 
 
 def resolve_ranks(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

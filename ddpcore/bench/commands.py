@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ddpcore.bench import buckets, comm, demo, optim, predict, run, stats, topology
+from ddpcore.bench import buckets, comm, demo, doctor, optim, predict, run, stats, topology
 from ddpcore.bench.command import Kind
 from ddpcore.bench.config import BenchConfig, Options
 from ddpcore.runtime.launch import World
@@ -18,12 +18,23 @@ COMMANDS: dict[str, tuple[type[Options], Prepare]] = {
     "buckets": (buckets.BucketsConfig, buckets.prepare),
     "comm": (comm.CommConfig, comm.prepare),
     "demo": (demo.DemoConfig, demo.prepare),
+    "doctor": (doctor.DoctorConfig, doctor.prepare),
     "optim": (optim.OptimConfig, optim.prepare),
     "predict": (predict.PredictConfig, predict.prepare),
     "stats": (stats.StatsConfig, stats.prepare),
     "topology": (topology.TopologyConfig, topology.prepare),
 }
-_KINDS = (buckets.KIND, optim.KIND, predict.KIND, demo.KIND, comm.KIND, stats.KIND, topology.KIND, run.KIND)
+_KINDS = (
+    doctor.KIND,
+    buckets.KIND,
+    optim.KIND,
+    predict.KIND,
+    demo.KIND,
+    comm.KIND,
+    stats.KIND,
+    topology.KIND,
+    run.KIND,
+)
 
 
 def kind_of(result: dict[str, Any]) -> Kind | None:

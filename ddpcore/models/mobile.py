@@ -107,16 +107,23 @@ class EfficientNetB0(ImageChain):
 
     Inputs [B, 3, 32, 32] to logits [B, C]. This is the lighter variant that is common for CIFAR-10: all depthwise
     convolutions are 3 x 3, gates act on a block's output with a reduction of 16, activations are ReLU, and there is no
-    last 1 x 1 convolution. A block of stride 2 returns the gated output only, as in the paper; kuangliu's pytorch-cifar
-    adds the ungated output. 2912089 parameters for 10 classes.
+    last 1 x 1 convolution. 2912089 parameters for 10 classes.
 
     Args:
         width: multiplies the channels, above 0.
         depth: multiplies the blocks of each stage (rounded up), above 0.
+        add_ungated: whether a block of stride 2 adds its output without the gate to the gated one, as in kuangliu's
+            pytorch-cifar; else it returns the gated one alone, as in the paper.
     """
 
     def __init__(
-        self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0, depth: float = 1.0
+        self,
+        input_shape: Shape = IMAGE,
+        num_classes: int = 10,
+        *,
+        width: float = 1.0,
+        depth: float = 1.0,
+        add_ungated: bool = True,
     ) -> None:
         check_range("depth", depth, above=0)
         channels = scaled(STEM_CHANNELS, width)
@@ -124,10 +131,16 @@ class EfficientNetB0(ImageChain):
         for expansion, base, count, stride in EFFICIENT:
             wider = scaled(base, width)
             for block in range(math.ceil(count * depth)):
-                gate = SqueezeExcitation(wider)
-                layers.append(InvertedResidual(channels, wider, expansion, stride if block == 0 else 1, gate))
+                step = stride if block == 0 else 1
+                gate = (_GatePlusOne if add_ungated and step == 2 else SqueezeExcitation)(wider)
+                layers.append(InvertedResidual(channels, wider, expansion, step, gate))
                 channels = wider
         super().__init__(layers, channels, num_classes)
+
+
+class _GatePlusOne(SqueezeExcitation):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + inputs
 
 
 SHUFFLE_STEM = 24

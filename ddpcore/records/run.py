@@ -59,8 +59,8 @@ class RunRecord:
             dataset_digest (:meth:`ddpcore.data.Dataset.digest`), total_variation
             (:func:`ddpcore.data.total_variation`, how uneven the ``shards`` are; None for the shards ``even``), device,
             cores, versions, commit, date. Empty if its line is damaged.
-        resumed: ``kind`` "resume", one line each time that the run was resumed: step, device, cores, versions, commit,
-            date; members, the ids of the ranks, with ``on_failure="shrink"``.
+        resumed: ``kind`` "resume", one line each time that the run was resumed: step, learners (how many from then on),
+            device, cores, versions, commit, date; members, the ids of the ranks, with ``on_failure="shrink"``.
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, batch_size (with
             ``batch_growth``: of a complete batch at the last step), seconds (of training; with ``link``, seconds on the
             emulated network), samples_per_s, consensus_distance, evaluation_seconds, total_seconds. After an evaluation

@@ -52,6 +52,11 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
 
+    @property
+    def num_hosts(self) -> int:
+        """Machines with as many ranks as this one, at least one."""
+        return -(-self.world_size // self.local_world_size)
+
 
 class UsageError(ValueError):
     """The arguments do not allow to start or join the ranks; the message is one line."""
@@ -75,6 +80,11 @@ def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None
         return World(rank, size, int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size)))
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
+
+
+def variables(names: Sequence[str]) -> dict[str, str | None]:
+    """The values of environment variables; None for those that are not set."""
+    return {name: os.environ.get(name) for name in names}
 
 
 def num_cores() -> int:

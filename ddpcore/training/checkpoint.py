@@ -148,7 +148,9 @@ class Checkpoints:
         for left in sorted(self.folder.glob("partial-*")):
             shutil.rmtree(left)
 
-    def load_last(self, device: torch.device | str, warn: Callable[[str], None]) -> tuple[int, Any] | None:
+    def load_last(
+        self, device: torch.device | str, warn: Callable[[str], None], *, moves: bool = False
+    ) -> tuple[int, Any] | None:
         """Step and state of the last complete checkpoint; None if there is no checkpoint. Collective.
 
         Damaged checkpoints after it are renamed to ``damaged-00000123`` and no longer count.
@@ -156,9 +158,12 @@ class Checkpoints:
         Args:
             device: for tensors that were on an accelerator.
             warn: called with one line for each damaged checkpoint.
+            moves: whether the run may have had another number of learners. Then the state is a list, with the states of
+                all processes that have written the checkpoint.
 
         Raises:
-            ValueError: all checkpoints are damaged, or another number of processes has written the last complete one.
+            ValueError: all checkpoints are damaged, or, without ``moves``, another number of processes has written the
+                last complete one.
         """
         found, steps = -1, []
         if self.is_first:
@@ -176,20 +181,26 @@ class Checkpoints:
             return None
         manifest = read_manifest(self.path(found))
         members = tuple(manifest.get("members", range(manifest["num_ranks"])))
+        if moves and _num_learners(manifest["config"]) != _num_learners(self.config):
+            return found, [self._load(found, member, device) for member in members]
         if members != self.members:
             which = f", of learners {list(members)}," if len(members) == len(self.members) else ""
             raise ValueError(
                 f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which} and these are "
                 f"{len(self.members)}: resume with as many"
             )
+        return found, self._load(found, self.rank, device)
+
+    def _load(self, step: int, rank: int, device: torch.device | str) -> Any:
+        """The state that a rank has saved."""
         try:
-            of_tensors, of_tree = (self.path(found) / name for name in rank_files(self.rank))
+            of_tensors, of_tree = (self.path(step) / name for name in rank_files(rank))
             tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
             tensors = load_safetensors().torch.load_file(of_tensors)
-            return found, unpack(tree, tensors, device)
+            return unpack(tree, tensors, device)
         except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
             reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
-            raise ValueError(f"checkpoint {shown(self.path(found))} cannot be read ({reason}): remove it") from error
+            raise ValueError(f"checkpoint {shown(self.path(step))} cannot be read ({reason}): remove it") from error
 
     def _find_last(self, steps: list[int], warn: Callable[[str], None]) -> int:
         """The last complete step, -1 if there is none; renames the damaged checkpoints after it."""
@@ -243,6 +254,10 @@ def members_left(folder: Path) -> Membership | None:
         except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
             continue
     return None
+
+
+def _num_learners(config: dict[str, Any]) -> int:
+    return int(nested(config).get("strategy", {}).get("learners", 1))
 
 
 def load_safetensors() -> Any:

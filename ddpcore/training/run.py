@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ddpcore.data import Dataset, total_variation
+from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
+from ddpcore.records.config import nested
 from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
@@ -25,6 +27,7 @@ from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_l
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.joining import remove_address, store_of, write_address
 from ddpcore.training.loop import Loop, StepRecorder
+from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
 from ddpcore.training.statistics import Measurements
@@ -44,6 +47,7 @@ def train(
     dataset: Dataset | None = None,
     tensorboard: bool = False,
     on_record: OnRecord | None = None,
+    announce: bool = False,
 ) -> RunRecord:
     """Train as the config says, and write all results into a folder.
 
@@ -59,6 +63,7 @@ def train(
         tensorboard: also write the numbers of the record for TensorBoard.
         on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
             it raises ends the run.
+        announce: print an estimate of the memory on standard error before the first step.
 
     Returns:
         The record, on every rank.
@@ -84,6 +89,8 @@ def train(
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         measured = Measurements(config.run, trainer)
+        if announce and placement.world.rank == 0:
+            print(f"ddpcore: {estimate(config, trainer)}", file=sys.stderr, flush=True)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -97,7 +104,7 @@ def train(
 
 def train_rank(world: World, config: TrainConfig, out: Path, resume: bool, tensorboard: bool) -> None:
     """One of the ranks that :func:`ddpcore.runtime.launch.run` starts: see :func:`train`."""
-    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard)
+    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard, announce=True)
 
 
 def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
@@ -200,7 +207,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     if not lines.rows or (lines.problems and not any(row.get("kind") == "run" for row in lines.rows)):
         return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
-    differences = config.difference(known.header["config"])
+    differences = _differences(config, known.header["config"], resume)
     if differences:
         raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
     digest = known.header.get("dataset_digest")  # old records have none
@@ -213,16 +220,50 @@ def _resume(
     placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
-    saved = checkpoints.load_last(placement.device, lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True))
+    warn = lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True)  # noqa: E731
+    saved = checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)
     if saved is None:
         return None
     step, state = saved
-    differences = placement.config.difference(read_manifest(checkpoints.path(step))["config"])
+    differences = _differences(placement.config, read_manifest(checkpoints.path(step))["config"], resume=True)
     if differences:
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
+    if isinstance(state, list):
+        return _moved(placement, trainer, measured, state)
     trainer.load_state_dict(state)
     measured.load_state_dict(state["statistics"], step)
     return Progress(**state["progress"])
+
+
+def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) -> list[str]:
+    """The keys in which a saved run differs. A resumed run may have another number of learners.
+
+    Raises:
+        ValueError: its learners have samples of their own, so others cannot take them.
+    """
+    known = nested(known)
+    own, theirs = config.strategy.learners, known.get("strategy", {}).get("learners", 1)
+    if not resume or own == theirs:
+        return config.difference(known)
+    if config.data.sampler != SAMPLERS[0] or config.data.shards != SHARDS[0]:
+        raise ValueError(
+            f"strategy.learners is {own}, not {theirs}, and each learner has samples of its own: resume with {theirs} "
+            f"learners; only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
+        )
+    return config.difference({**known, "strategy": {**known.get("strategy", {}), "learners": own}})
+
+
+def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements, states: list[Any]) -> Progress:
+    """Go on with another number of learners, which take the samples of the epoch that are left. Collective."""
+    config, step = placement.config, states[0]["step"]
+    trainer.load_moved(states, "reset" if config.strategy.policies.get("momentum") == "reset" else "average")
+    measured.load_state_dict(None, step)
+    progress, num_rows = dict(states[0]["progress"]), len(trainer.handle.comm.learners)
+    for name, value in progress.items():
+        if name.endswith("_L"):
+            mean = torch.cat([state["progress"][name] for state in states]).mean()
+            progress[name] = mean.repeat(num_rows).to(value)
+    return Progress(**progress)
 
 
 def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]) -> RunWriter:
@@ -244,10 +285,12 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: d
         "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
         "communication": trainer.handle.comm.description,
+        "learners_run": trainer.handle.learners_run,
         "topology": _topology(config),
         **here,
     }
-    resumed = {"kind": "resume", "step": step, **left, **here} if step else None
+    learners = {"learners": config.strategy.learners}
+    resumed = {"kind": "resume", "step": step, **learners, **left, **here} if step else None
     return RunWriter(out, header, resumed, **outputs)
 
 

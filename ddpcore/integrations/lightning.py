@@ -1,0 +1,150 @@
+"""``GossipStrategy``: a strategy of Lightning's ``Trainer`` that trains with ``ddpcore.distribute``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.saved import load_run_state, replaced, run_state
+from ddpcore.options.extras import extra
+from ddpcore.storage.serialization import pack, unpack
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.registry import STRATEGIES, is_baseline
+
+with extra("lightning"):
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+
+KEY = "ddpcore"  # of a checkpoint: the states of all ranks
+
+
+class _Steps(nn.Module):
+    """What ``distribute`` gets. Lightning calls it once a training step, so its hooks run once a step."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning puts ``training_step`` in the place of the module's ``forward``."""
+        return self.module(*args, **kwargs)
+
+
+def _averaged(name: str) -> Callable[..., Any]:
+    """A step of ``DDPStrategy`` in which the module has the averaged weights."""
+
+    def step(self: GossipStrategy, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._average is None else replaced(self.lightning_module, self._average.module):
+            return getattr(super(GossipStrategy, self), name)(*args, **kwargs)
+
+    return step
+
+
+class GossipStrategy(DDPStrategy):
+    """Ranks as those of Lightning's DDP, whose learners average as a strategy of ddpcore says.
+
+    Validation, tests and predictions use the averaged model. So does a checkpoint, so any strategy can load it. It has
+    the state of each rank too, for a resumed run with the same bits, and rank 0 needs memory for all of these.
+
+    Args:
+        strategy: such as ``DPSGD()``, or its name. ``Trainer(strategy="ddpcore-dpsgd")`` works too.
+        options: of :func:`ddpcore.distribute`, such as ``{"policies": Policies(momentum="average")}``.
+        kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
+
+    Raises:
+        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) several optimizers.
+    """
+
+    def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if unused := [name for name in kwargs if name in self._ddp_kwargs or name.startswith(("ddp_", "model_aver"))]:
+            raise ValueError(f"GossipStrategy wraps no model in DistributedDataParallel: leave {', '.join(unused)} out")
+        self._gossip = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
+        if not isinstance(self._gossip, Strategy):
+            raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
+        self._options, self._average = options or {}, cast(Any, None)
+        self.handle: Distributed | None = None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # distribute starts all ranks alike, so each loads its own weights afterwards
+
+    @override
+    def configure_ddp(self) -> None:
+        self.model: nn.Module | None = _Steps(self.lightning_module)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits or self.handle is None or self.accelerator is None:
+            super().setup(trainer)
+        else:
+            self.accelerator.setup(trainer)  # and no more: DDPStrategy would give rank 0's weights to all learners
+            self.model_to_device()
+        if fits and self.model is not None:
+            if len(self.optimizers) != 1:
+                raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.handle is None else self.handle.no_sync()
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The backward pass, then the step without a closure: a strategy acts between the two."""
+        if getattr(self.precision_plugin, "scaler", None) is not None:  # it already calls the closure first
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    def _take_average(self) -> None:
+        with torch.inference_mode(False):
+            self._average = None if self.handle is None else self.handle.evaluation_model()
+
+    on_validation_start = on_test_start = on_predict_start = _take_average
+    validation_step, test_step, predict_step = map(_averaged, ("validation_step", "test_step", "predict_step"))
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._take_average()
+        return super().lightning_module_state_dict() if self._average is None else self._average.module.state_dict()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.handle is not None and "optimizer_states" in checkpoint:
+            states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
+            dist.gather_object(pack(run_state(self.handle)), states)
+            checkpoint[KEY] = states
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if KEY in checkpoint and self.handle is not None:
+            load_run_state(self.handle, [unpack(one[0], one[1], self.root_device) for one in checkpoint[KEY]])
+        else:  # of another strategy
+            super().load_optimizer_state_dict(checkpoint)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self.handle = None  # the file's averaged model is evaluated, and no learner any more
+
+
+for _name in STRATEGIES.names():
+    if not is_baseline(_name):
+        StrategyRegistry.register(f"ddpcore-{_name}", partial(GossipStrategy, _name), f"ddpcore's {_name}")

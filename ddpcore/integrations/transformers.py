@@ -1,0 +1,99 @@
+"""``GossipTrainer``: a ``Trainer`` of transformers that trains with ``ddpcore.distribute``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.saved import replaced, run_state
+from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
+from ddpcore.options.extras import extra
+from ddpcore.strategies.base import Strategy
+
+with extra("transformers"):
+    from transformers import Trainer
+
+
+class GossipTrainer(Trainer):
+    """A ``Trainer`` that does not wrap the model in DistributedDataParallel. Start it with torchrun.
+
+    ``evaluate``, ``predict`` and ``save_model`` use the averaged model, so call each of them on all ranks. A checkpoint
+    is one of ``Trainer``, with the averaged model, and has a file with the state of each rank besides.
+
+    Args:
+        args: as for ``Trainer``.
+        strategy: such as ``DPSGD()``.
+        options: of :func:`ddpcore.distribute`.
+        kwargs: as for ``Trainer``.
+
+    Raises:
+        ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
+    """
+
+    def __init__(self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(strategy, Strategy):
+            raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
+        check_plain(self.accelerator, self.model)
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                "one process would use several GPUs through DataParallel: start one rank a GPU by torchrun"
+            )
+        self._strategy, self._options = strategy, options or {}
+        self.handle: Any = None
+        if not strategy.traits.averages_gradients:
+            self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
+
+    @override
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepare_model = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, **kwargs: prepare_model(
+            model, **{**kwargs, "evaluation_mode": True}
+        )
+        try:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        finally:
+            del self.accelerator.prepare_model
+        model, optimizer = self.model, self.optimizer.optimizer
+        self.handle = distribute(
+            model, optimizer, self._strategy, scaler=self.accelerator.scaler, **one_learner(), **self._options
+        )
+        model.no_sync = NoSync(self.handle)
+        if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        return prepared
+
+    def _average(self) -> nn.Module | None:
+        return None if self.handle is None else self.handle.evaluation_model()
+
+    @override
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if (average := self._average()) is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with replaced(self.model, average):
+            return super().evaluation_loop(*args, **kwargs)
+
+    @override
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        average = self._average()
+        super()._save(output_dir, state_dict if average is None else average.state_dict())
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.handle is not None:
+            file = rank_file(output_dir, self.args.process_index)
+            file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
+            torch.save(run_state(self.handle), file)
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
+            num_ranks = len([*rank_file(checkpoint, 0).parent.glob(rank_file("", "*").name)])
+            load_rank_file(self.handle, checkpoint, self.args.process_index, num_ranks)

@@ -1,0 +1,80 @@
+"""All state of a run through ``torch.distributed.checkpoint``, and into another number of learners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ddpcore
+from ddpcore import RunState
+from ddpcore.distributed.saved import load_run_state, run_state
+from helpers import ranks, saved_ranks
+from helpers.saved_ranks import begin, flat, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_ranks_have_the_same_bits_and_take_the_average_of_other_learners() -> None:
+    both = ranks.run("saved_ranks", 2)
+    for found in both:
+        assert torch.equal(found["whole"][0], found["resumed"][0])
+    assert not torch.equal(both[0]["saved"][0], both[1]["saved"][0])
+    mean = torch.stack(both[0]["three"]).double().mean(dim=0).float()
+    for found in both:
+        assert torch.equal(found["moved"][0], mean) and found["step"] == 3
+
+
+def test_virtual_learners_have_the_same_bits(tmp_path: Path) -> None:
+    found = saved_ranks.halves(tmp_path / "saved", 3)
+    assert len(found["whole"]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found["whole"], found["resumed"], strict=True))
+
+
+@pytest.mark.parametrize("moments", ["average", "reset"])
+def test_another_number_of_learners(tmp_path: Path, moments: str) -> None:
+    saved_ranks.halves(tmp_path / "saved", 3)
+    three, _ = begin(3)
+    dcp.load({"run": RunState(three, saved=tmp_path / "saved")}, checkpoint_id=tmp_path / "saved")
+    five, optimizer = begin(5)
+    state = RunState(five, saved=tmp_path / "saved", moments=moments)
+    dcp.load({"run": state}, checkpoint_id=tmp_path / "saved")
+    mean = torch.stack(flat(three)).double().mean(dim=0).float()
+    assert all(torch.equal(one, mean) for one in flat(five)) and five.learner.step == 3
+    for name in ("exp_avg", "exp_avg_sq"):
+        for parameters in zip(*(model.parameters() for model in five.models), strict=True):
+            own = [optimizer.state[parameter].get(name) for parameter in parameters]
+            place = [id(parameter) for parameter in five.models[0].parameters()].index(id(parameters[0]))
+            old = [three.learner.optimizer.state[[*model.parameters()][place]][name] for model in three.models]
+            expected = torch.stack(old).double().mean(dim=0).float()
+            assert expected.any()
+            if moments == "reset":
+                assert all(one is None or not one.any() for one in own)
+            else:
+                assert all(torch.equal(one, expected) for one in own)
+    train(five, optimizer, 3, 5)
+    assert five.consensus_distance() > 0
+
+
+def test_refusals(tmp_path: Path) -> None:
+    handle, optimizer = begin(3)
+    train(handle, optimizer, 0, 1)
+    state = run_state(handle)
+    other, _ = begin(3, ddpcore.SSGD())
+    with pytest.raises(ValueError, match="use the same strategy"):
+        load_run_state(other, [state])
+    fewer, _ = begin(2, ddpcore.SSGD())
+    before = flat(fewer)
+    with pytest.raises(ValueError, match="use the same strategy"):
+        load_run_state(fewer, [state])
+    with pytest.raises(ValueError, match="moments is 'keep': choose from average, reset"):
+        load_run_state(begin(2)[0], [state], moments="keep")
+    assert all(torch.equal(a, b) for a, b in zip(before, flat(fewer), strict=True))
+    pushed, _ = begin(3, ddpcore.PushSum(ddpcore.OnePeerExponential()))
+    with pytest.raises(ValueError, match="no plain average here: resume with as many learners"):
+        load_run_state(begin(2, ddpcore.PushSum(ddpcore.OnePeerExponential()))[0], [run_state(pushed)])
+    dcp.save({"weights": torch.ones(3)}, checkpoint_id=tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"holds no state of ddpcore: save RunState\(handle\) into it"):
+        RunState(handle, saved=tmp_path / "plain")

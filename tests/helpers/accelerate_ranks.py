@@ -1,0 +1,129 @@
+"""Ranks of ``tests/integrations/test_accelerate.py``: a loop of Accelerate with its DDP and with ddpcore."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, set_seed
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddpcore
+from ddpcore.integrations.accelerate import prepare
+from ddpcore.optim import FusedSGD
+from helpers import ranks
+
+
+def train(epochs: Any, strategy: Any, *, resume: Any = None, save: Any = None, clip: float = 0.5, **more: Any) -> Any:
+    """Returns what a loop trained, and its losses."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
+    set_seed(5)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+    inputs = torch.randn(96, 6)
+    loader = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), batch_size=8)
+    kind = torch.optim.SGD if strategy is None else FusedSGD
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    set_seed(5 + accelerator.process_index)
+    handle = None
+    if strategy is None:
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    else:
+        handle, model, optimizer, loader, schedule = prepare(accelerator, model, optimizer, strategy, loader, schedule)
+    if resume:
+        accelerator.load_state(str(resume))
+    losses = []
+    for _ in epochs:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    if save:
+        accelerator.save_state(str(save))
+    return handle, accelerator.unwrap_model(model), losses
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def prepared_before() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    prepare(accelerator, model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD())
+
+
+def wrapped_before() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    prepare(accelerator, nn.parallel.DistributedDataParallel(model), optimizer, ddpcore.DPSGD())
+
+
+def sharded() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    try:
+        prepare(accelerator, model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD())
+    finally:
+        accelerator.state.distributed_type = DistributedType.MULTI_CPU
+
+
+def check(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    _, ddp, losses = train(range(3), None)
+    _, ssgd, others = train(range(3), ddpcore.SSGD())
+    found["ssgd"] = {"weights": (flat(ddp), flat(ssgd)), "losses": (losses, others)}
+    for precision in ("no", "bf16"):
+        options = {"mixed_precision": precision}
+        handle, whole, losses = train(range(4), ddpcore.DPSGD(), **options)
+        half_handle, _, first = train(range(2), ddpcore.DPSGD(), save=folder / precision, **options)
+        half = flat(half_handle.evaluation_model())
+        _, later, second = train(range(2, 4), ddpcore.DPSGD(), resume=folder / precision, **options)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        model.load_state_dict(load_file(folder / precision / "model.safetensors"))
+        found[precision] = {
+            "weights": (flat(whole), flat(later)),
+            "losses": (losses, first + second),
+            "file": (half, flat(model)),
+            "distance": handle.consensus_distance(),
+        }
+    found["refused"] = {
+        "prepared": refused(prepared_before),
+        "wrapped": refused(wrapped_before),
+        "fsdp": refused(sharded),
+        "another": refused(lambda: train(range(1), ddpcore.SSGD(), resume=folder / "no")),
+    }
+    return found
+
+
+def main() -> None:
+    path, rank, world_size = ranks.join()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    torch.save(check(path.parent), path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Ranks of ``tests/integrations/test_lightning.py``: Lightning's Trainer with its DDP and with ddpcore's strategies."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddpcore import LocalSGD
+from ddpcore.integrations.lightning import GossipStrategy
+from ddpcore.optim import FusedSGD
+from helpers import ranks
+
+
+class Classifier(lightning.LightningModule):
+    """Records what each step and each validation saw."""
+
+    def __init__(self, make: Any = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.make = make or (lambda parameters: FusedSGD(parameters, lr=0.1, momentum=0.9))
+        self.losses: list[float] = []
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("val", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+        self.seen.append(flat(self))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.net.parameters())
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in module.net.parameters()]).clone()
+
+
+def loader() -> DataLoader:
+    inputs = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(dim=1)), batch_size=8, shuffle=True)
+
+
+def fit(folder: Path, strategy: Any, epochs: int, resume: Any = None, make: Any = None, **more: Any) -> Any:
+    lightning.seed_everything(7 + int(os.environ.get("RANK", 0)), verbose=False)
+    module = Classifier(make)
+    module.automatic_optimization = more.pop("automatic", True)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", 1)),
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        **{"enable_checkpointing": False, **more},
+    )
+    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    return trainer, module
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def check(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+    for name, strategy in {"ddp": "ddp", "ssgd": "ddpcore-ssgd"}.items():
+        _, module = fit(folder, strategy, 2, make=plain, **options)
+        found[name] = (module.losses, flat(module))
+    for name in ("ddpcore-dpsgd", "ddpcore-ssgd", "ddpcore-adpsgd"):
+        found[name] = resumed(folder, name)
+    found["local"] = resumed(folder, lambda: GossipStrategy(LocalSGD(period=3, outer=outer)))
+    for precision in ("bf16-mixed",):  # without clipping, which Lightning refuses for optimizers that unscale
+        _, module = fit(folder, "ddpcore-dpsgd", 1, precision=precision, accumulate_grad_batches=2)
+        found[precision] = module.losses
+    found["moves"] = moves(folder)
+    found["refused"] = refusals(folder)
+    return found
+
+
+def outer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def resumed(folder: Path, make: Any) -> dict[str, Any]:
+    """Four epochs at once, and two and two."""
+    made = (lambda: make) if isinstance(make, str) else make
+    saved = str(folder / f"{make if isinstance(make, str) else 'local'}.ckpt")
+    whole_trainer, whole = fit(folder, made(), 4)
+    half_trainer, half = fit(folder, made(), 2)
+    before = flat(half)
+    half_trainer.save_checkpoint(saved)
+    _, later = fit(folder, made(), 4, resume=saved)
+    handle = whole_trainer.strategy.handle
+    average = flat(handle.evaluation_model().module)
+    seen = len(whole.seen)
+    whole_trainer.test(whole, loader(), verbose=False)
+    return {
+        "whole": flat(whole),
+        "resumed": flat(later),
+        "losses": (whole.losses, half.losses + later.losses),
+        "average": average,
+        "validated": whole.seen[seen - 1],
+        "tested": whole.seen[-1],
+        "distance": handle.consensus_distance(),
+        "unchanged": torch.equal(before, flat(half)),
+        "file": flat(loaded(saved)),
+        "half_average": flat(half_trainer.strategy.handle.evaluation_model().module),
+    }
+
+
+def loaded(path: str) -> Classifier:
+    module = Classifier()
+    module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+    return module
+
+
+def moves(folder: Path) -> dict[str, Any]:
+    """A DDP checkpoint begins a gossip run, and back."""
+    trainer, _ = fit(folder, "ddp", 1)
+    trainer.save_checkpoint(folder / "ddp.ckpt")
+    gossip_trainer, gossip = fit(folder, "ddpcore-dpsgd", 2, resume=str(folder / "ddp.ckpt"))
+    gossip_trainer.save_checkpoint(folder / "gossip.ckpt")
+    _, back = fit(folder, "ddp", 3, resume=str(folder / "gossip.ckpt"))
+    return {"losses": (gossip.losses, back.losses), "back": flat(back)}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    strategy = GossipStrategy("dpsgd")
+    trainer, module = fit(folder, strategy, 1)
+    return {
+        "find_unused": refused(lambda: GossipStrategy("dpsgd", find_unused_parameters=True)),
+        "baseline": refused(lambda: GossipStrategy("ddp")),
+        "unknown": refused(lambda: GossipStrategy("dpsdg")),
+        "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two, automatic=False)),
+        "again": refused(lambda: trainer.fit(copy.copy(module), loader())),
+        "another": refused(lambda: fit(folder, "ddpcore-ssgd", 4, resume=str(folder / "ddpcore-dpsgd.ckpt"))),
+    }
+
+
+def list_of_two(parameters: Any) -> list[torch.optim.Optimizer]:
+    first, *others = parameters
+    return [FusedSGD([first], lr=0.1), FusedSGD(others, lr=0.1)]
+
+
+def main() -> None:
+    path, rank, world_size = ranks.join()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
+    torch.save(check(path.parent), path)
+
+
+if __name__ == "__main__":
+    main()

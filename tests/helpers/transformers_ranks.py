@@ -1,0 +1,135 @@
+"""Ranks of ``tests/integrations/test_transformers.py``: ``GossipTrainer`` beside ``Trainer`` with its DDP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, Trainer
+
+import ddpcore
+from ddpcore.integrations.transformers import GossipTrainer
+from helpers import ranks
+
+SMALL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+MODELS: dict[str, Any] = {
+    "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=32, **SMALL_BERT)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
+}
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Random tokens. The label is that of the first token, or the tokens themselves."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.randint(2, 32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": int(tokens[0] >= 16) if self.name == "bert" else tokens}
+
+
+class Losses(transformers.TrainerCallback):
+    """The loss of each step, as the trainer logs it: the mean over ranks."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if "loss" in logs:
+            self.rows.append(logs["loss"])
+
+
+def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: Any) -> tuple[Any, list[float]]:
+    transformers.set_seed(3)
+    model = MODELS[name]()
+    options = {"max_steps": 8, "save_steps": 4, "learning_rate": 0.01, "logging_steps": 1, **more}
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        ddp_backend="gloo",
+        **options,
+    )
+    losses, data = Losses(), Sentences(name)
+    kwargs = {"train_dataset": data, "eval_dataset": data, "callbacks": [losses]}
+    if strategy is None:
+        trainer = Trainer(model, arguments, **kwargs)
+    else:
+        trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, losses.rows
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def check(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    for name in MODELS:
+        ddp, losses = train(folder / f"ddp-{name}", name, None, **options)
+        ssgd, others = train(folder / f"ssgd-{name}", name, ddpcore.SSGD(), **options)
+        found[name] = {"losses": (losses, others), "weights": (flat(ddp.model), flat(ssgd.model))}
+    where = folder / "dpsgd"
+    whole, losses = train(where, "bert", ddpcore.DPSGD(), **options)
+    average = flat(whole.handle.evaluation_model())
+    _, again = train(where, "bert", ddpcore.DPSGD(), resume=str(where / "checkpoint-4"), **options)
+    later, _ = train(where, "bert", ddpcore.DPSGD(), resume=str(where / "checkpoint-4"), **options)
+    before = flat(whole.model)
+    evaluated = whole.evaluate()["eval_loss"]
+    whole.save_model(str(where / "averaged"))
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 writes
+    saved = BertForSequenceClassification.from_pretrained(where / "averaged")
+    plain, _ = train(folder / "plain", "bert", None, max_steps=1, average_tokens_across_devices=False)
+    plain.model.load_state_dict(saved.state_dict())
+    found["dpsgd"] = {
+        "weights": (flat(whole.model), flat(later.model)),
+        "losses": (losses, again),
+        "saved": (average, flat(saved)),
+        "unchanged": torch.equal(before, flat(whole.model)),
+        "evaluated": (evaluated, plain.evaluate()["eval_loss"]),
+        "distance": whole.handle.consensus_distance(),
+    }
+    _, onward = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
+    _, begun = train(
+        folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options
+    )
+    found["moves"] = (onward, begun)
+    found["refused"] = {
+        "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
+        "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
+        "again": refused(whole.train),
+    }
+    return found
+
+
+def main() -> None:
+    path, rank, world_size = ranks.join()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    torch.save(check(path.parent), path)
+
+
+if __name__ == "__main__":
+    main()

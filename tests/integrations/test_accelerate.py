@@ -1,0 +1,58 @@
+"""``prepare`` with the real Accelerate, on two gloo ranks and in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpcore
+from helpers import accelerate_ranks, ranks
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return ranks.run("accelerate_ranks", 2)
+
+
+def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
+    """They add gradients in another order: rounding errors of float32, over 9 steps."""
+    for found in both:
+        (losses, others), (weights, own) = found["ssgd"]["losses"], found["ssgd"]["weights"]
+        assert len(losses) == 18 and losses[0] == others[0]
+        assert torch.allclose(torch.tensor(losses), torch.tensor(others), rtol=0, atol=1e-5)
+        assert torch.allclose(weights, own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], precision: str) -> None:
+    for found in both:
+        run = found[precision]
+        assert torch.equal(*run["weights"]) and run["losses"][0] == run["losses"][1]
+        assert torch.equal(*run["file"])  # save_state writes the averaged weights
+        assert run["distance"] > 1e-4
+    assert not torch.equal(both[0][precision]["weights"][0], both[1][precision]["weights"][0])
+
+
+def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
+    expected = {
+        "prepared": "accelerator.prepare() has the model already",
+        "wrapped": "wrapped by DistributedDataParallel",
+        "another": "use the same strategy",
+        "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
+    }
+    assert set(expected) == set(both[0]["refused"])
+    for name, words in expected.items():
+        message = both[0]["refused"][name]
+        assert words in message and "\n" not in message, (name, message)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    _, whole, _ = accelerate_ranks.train(range(3), ddpcore.DPSGD())
+    accelerate_ranks.train(range(2), ddpcore.DPSGD(), save=tmp_path / "saved")
+    _, later, _ = accelerate_ranks.train(range(2, 3), ddpcore.DPSGD(), resume=tmp_path / "saved")
+    assert torch.equal(accelerate_ranks.flat(whole), accelerate_ranks.flat(later))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

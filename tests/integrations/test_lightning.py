@@ -1,0 +1,94 @@
+"""``GossipStrategy`` with the real Lightning, on two gloo ranks and in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import lightning_ranks, ranks
+
+pytestmark = pytest.mark.slow
+
+SAME = ("ddpcore-dpsgd", "ddpcore-ssgd", "local")  # whose runs are repeated bit for bit
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return ranks.run("lightning_ranks", 2)
+
+
+def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
+    """They add gradients in another order: rounding errors of float32, over 12 steps."""
+    for found in both:
+        (losses, weights), (others, own) = found["ddp"], found["ssgd"]
+        assert len(losses) == 12 and losses[0] == others[0]
+        assert torch.allclose(torch.tensor(losses), torch.tensor(others), rtol=0, atol=1e-5)
+        assert torch.allclose(weights, own, rtol=0, atol=1e-5)
+    assert torch.equal(both[0]["ssgd"][1], both[1]["ssgd"][1])
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], name: str) -> None:
+    for found in both:
+        run = found[name]
+        assert torch.equal(run["whole"], run["resumed"])
+        assert run["losses"][0] == run["losses"][1] and len(run["losses"][0]) == 24
+        assert run["unchanged"]
+
+
+def test_the_averaged_model_is_validated_tested_and_saved(both: list[dict[str, Any]]) -> None:
+    for name in (*SAME, "ddpcore-adpsgd"):
+        first, second = (found[name] for found in both)
+        assert torch.equal(first["average"], second["average"])
+        for run in (first, second):
+            assert torch.equal(run["validated"], run["average"])
+            assert torch.equal(run["tested"], run["average"])
+            assert torch.equal(run["file"], run["half_average"])
+    gossip = [found["ddpcore-dpsgd"] for found in both]
+    assert gossip[0]["distance"] > 1e-4 and not torch.equal(gossip[0]["whole"], gossip[1]["whole"])
+    assert torch.allclose((gossip[0]["whole"] + gossip[1]["whole"]) / 2, gossip[0]["average"], atol=1e-7)
+
+
+def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        gossip, back = found["moves"]["losses"]
+        assert len(gossip) == len(back) == 6  # one epoch each
+        assert max(sum(gossip), sum(back)) / 6 < 0.9  # a new model has 1.1 and more
+    assert torch.equal(both[0]["moves"]["back"], both[1]["moves"]["back"])
+
+
+def test_mixed_precision(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        mixed, plain = found["bf16-mixed"], found["ddpcore-dpsgd"]["losses"][0]
+        assert len(mixed) == 6 and mixed[0] != plain[0] and abs(mixed[0] - plain[0]) < 0.02
+
+
+def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
+    expected = {
+        "find_unused": "wraps no model in DistributedDataParallel: leave find_unused_parameters out",
+        "baseline": "GossipStrategy got 'ddp': pass a strategy of ddpcore",
+        "unknown": "did you mean 'dpsgd'",
+        "two optimizers": "the module has 2 optimizers: ddpcore trains with one",
+        "again": "already serves a distribute() call",
+        "another": "use the same strategy",
+    }
+    assert set(expected) == set(both[0]["refused"])
+    for name, words in expected.items():
+        message = both[0]["refused"][name]
+        assert words in message and "\n" not in message, (name, message)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process(tmp_path: Path) -> None:
+    """One learner is plain training, and the checkpoint goes on."""
+    trainer, module = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 2)
+    assert len(module.losses) == 24
+    assert torch.equal(module.seen[-1], lightning_ranks.flat(module))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    _, whole = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3)
+    _, later = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3, resume=str(tmp_path / "saved.ckpt"))
+    assert torch.equal(lightning_ranks.flat(whole), lightning_ranks.flat(later))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,72 @@
+"""``GossipTrainer`` with the real transformers: BERT and GPT-2, on two gloo ranks and in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpcore
+from helpers import ranks, transformers_ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return ranks.run("transformers_ranks", 2)
+
+
+@pytest.mark.parametrize("name", transformers_ranks.MODELS)
+def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]], name: str) -> None:
+    """They add gradients in another order, and AdamW divides by their size: 1e-3 of a loss of 0.7 to 3.5, 8 steps."""
+    for found in both:
+        losses, others = found[name]["losses"]
+        assert len(losses) == (8 if losses else 0) and losses[:1] == others[:1]
+        assert torch.allclose(torch.tensor(losses), torch.tensor(others), rtol=0, atol=1e-3)
+        assert torch.allclose(*found[name]["weights"], rtol=0, atol=1e-3)
+    assert both[0][name]["losses"][0], "rank 0 logs"
+    assert torch.equal(*(found[name]["weights"][1] for found in both))
+
+
+def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        run = found["dpsgd"]
+        assert torch.equal(*run["weights"])
+        assert run["losses"][0][4:] == run["losses"][1]
+    assert not torch.equal(both[0]["dpsgd"]["weights"][0], both[1]["dpsgd"]["weights"][0])
+
+
+def test_the_averaged_model_is_evaluated_and_saved(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        run = found["dpsgd"]
+        assert torch.equal(*run["saved"]) and run["unchanged"] and run["distance"] > 1e-4
+        assert run["evaluated"][0] == run["evaluated"][1]
+    assert both[0]["dpsgd"]["evaluated"] == both[1]["dpsgd"]["evaluated"]
+
+
+def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
+    onward, begun = both[0]["moves"]
+    assert len(onward) == len(begun) == 4
+    assert sum(onward) / 4 < both[0]["bert"]["losses"][0][0]  # the loss of a new model
+    assert sum(begun) / 4 < both[0]["dpsgd"]["losses"][0][0]
+
+
+def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
+    expected = {
+        "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
+        "another": "use the same strategy",
+        "again": "already serves a distribute() call",
+    }
+    assert set(expected) == set(both[0]["refused"])
+    for name, words in expected.items():
+        message = both[0]["refused"][name]
+        assert words in message and "\n" not in message, (name, message)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    whole, _ = transformers_ranks.train(tmp_path, "bert", ddpcore.DPSGD())
+    later, _ = transformers_ranks.train(tmp_path, "bert", ddpcore.DPSGD(), resume=str(tmp_path / "checkpoint-4"))
+    assert torch.equal(transformers_ranks.flat(whole.model), transformers_ranks.flat(later.model))
