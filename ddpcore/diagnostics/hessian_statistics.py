@@ -112,6 +112,10 @@ class HessianStatistics(Observer):
         self.records: list[HessianRecord] = []
         self.num_steps, self._hook = 0, None
         if isinstance(handle, HookedDistributed):
+            if handle.learner.flat.shards is not None:
+                raise ValueError(
+                    "learners are sharded, and products with the Hessian need whole models: use a small model"
+                )
             if no_mean := handle.strategy.traits.no_mean:
                 raise ValueError(f"{no_mean}: take dpsgd")
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)

@@ -14,6 +14,7 @@ from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, Pa
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
+from ddpcore.parameters.shards import is_dtensor
 
 MOST_DIRECTIONS = 256  # most learners whose inner products one kernel computes
 
@@ -99,6 +100,8 @@ class NoiseStatistics:
         named = [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+        if hooked is None and is_dtensor(named[0][1]):
+            raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
         series = Series(batch_size, names, per_segment, population)
         self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
@@ -121,10 +124,12 @@ class NoiseStatistics:
         Collective: all ranks must call it between two steps. The columns are the columns of ``learner.flat.param_LP``.
 
         Raises:
-            ValueError: there is only one learner.
+            ValueError: there is only one learner, or learners are sharded.
         """
         if isinstance(self._source, PassStatistics):
             raise ValueError("one learner has no covariance: take more learners")
+        if self._source.is_sharded:
+            raise ValueError("learners are sharded, and no rank holds a whole vector: measure models that are whole")
         return self._source.directions(num)
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,6 +180,8 @@ def _hooked(
             f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "
             "leave group out"
         )
+    if handle.learner.flat.shards is not None and (config.loss or config.full_loss or config.directions):
+        raise ValueError("learners are sharded: leave loss=, full_loss= and directions out, which need whole models")
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:

@@ -18,6 +18,7 @@ from ddpcore import ops
 from ddpcore.distributed.handle import Distributed
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
@@ -229,7 +230,7 @@ def local_gradients(learner: Learner) -> Tensor:
         trained = [pair for pair in pairs[row * num : (row + 1) * num] if pair[1].requires_grad]
         for view, parameter in trained:
             if parameter.grad is not None:
-                view.copy_(parameter.grad)
+                view.copy_(local(parameter.grad))
         if trained and all(parameter.grad is None for _, parameter in trained):
             rows_LP[row] = float("nan")
     return rows_LP

@@ -83,6 +83,11 @@ class LearnerStatistics(Source):
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a learner is several ranks."""
+        return self._handle.learner.flat.shards is not None
+
     def close(self) -> None:
         """Stop measuring."""
         if self in self._handle.observers:
@@ -163,11 +168,11 @@ class LearnerStatistics(Source):
                 elif self._config.full_loss is not None:
                     self._measure_identical(learner, result, random)
                 if steps:
-                    own_LTS = torch.stack([own for own, _ in steps], dim=1)
+                    own_LTS = self._of_learners(learner, torch.stack([own for own, _ in steps], dim=1))
                     rows = own_LTS.flatten(1)
                     learner.comm.average_(rows).wait()
                     result.own_TS = rows[0].view(own_LTS.shape[1:])
-                    result.mean_TS = torch.stack([mean for _, mean in steps])
+                    result.mean_TS = self._of_learners(learner, torch.stack([mean for _, mean in steps]))
             finally:
                 learner.comm.bytes_sent = sent
 
@@ -187,8 +192,12 @@ class LearnerStatistics(Source):
         """Measure learners with different weights; returns the squared norms of this step's gradients."""
         config, flat, comm = self._config, learner.flat, learner.comm
         mean_LP = learner.average_of(flat.param_LP)
-        distances = [noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP]
-        distance_L1 = torch.cat(distances)
+        if flat.shards is None:
+            distance_L1 = torch.cat([noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP])
+        else:
+            distance_L1 = self._of_learners(learner, self._squares(learner, flat.param_LP - mean_LP)).sum(
+                1, keepdim=True
+            )
         comm.average_(distance_L1).wait()
         result.distance = distance_L1[0, 0]
         if config.directions:
@@ -246,6 +255,15 @@ class LearnerStatistics(Source):
         learner.comm.average_(loss_L1).wait()
         result.full_loss = loss_L1[0, 0]
         return passes.average(learner, grad_LP)[0]
+
+    def _of_learners(self, learner: Learner, squares_XS: Tensor) -> Tensor:
+        """The squared norms of whole segments, from those of the shards of this rank. Collective over a learner."""
+        shards, flat = learner.flat.shards, learner.flat
+        if shards is None:
+            return squares_XS
+        replicas = {name: shards.replicas(one) for name, one in zip(flat.names, flat.parameters, strict=True)}
+        counts = [replicas[name] for name in self._names]
+        return shards.add_(squares_XS / torch.tensor(counts, device=squares_XS.device))
 
     def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
         """Squared norms float64 ``[L, S]`` of the segments of each row."""

@@ -16,49 +16,41 @@ FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so 
 _SAMPLE = 256  # weights of each learner, and one of each small parameter
 
 
-class AlikeCheck:
-    """Compares the learners of a strategy that keeps them identical, such as ``SSGD``.
+def check_alike(learner: Learner, *, is_apart: bool) -> None:
+    """Compare the learners of a strategy that keeps them identical, such as ``SSGD``. Collective in some steps.
 
-    Its average makes gradients equal, so learners differ only after one of them was given other weights, another state
-    of its optimizer, or other options. Ranks compare in steps that all of them know, because a change on one rank tells
-    the others nothing. It takes one small ``gather`` after the average of gradients.
+    Its average makes gradients equal, so learners differ only after one of them was given other weights, another
+    state of its optimizer, or other options. Ranks compare in steps that all of them know, because a change on one
+    rank tells the others nothing. It takes one small ``gather`` after the average of gradients.
 
-    Attributes:
-        is_apart: whether a step had no average, because the loop asked for none. Weights may differ from then on.
+    Args:
+        is_apart: whether weights may differ, because a step had no average.
+
+    Raises:
+        RuntimeError: an option of a group differs, or the weights do. Nothing was stepped.
     """
-
-    def __init__(self) -> None:
-        self.is_apart = False
-
-    def check(self, learner: Learner) -> None:
-        """Compare the learners in a step. Collective.
-
-        Raises:
-            RuntimeError: an option of a group differs, or the weights do. Nothing was stepped.
-        """
-        step, flat = learner.step, learner.flat
-        if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
-            return
-        options = _options(learner.optimizer)
-        numbers = torch.tensor([value for _, value in options], dtype=torch.float64, device=flat.param_LP.device)
-        sums = _sums_of_bits(flat)
-        membership = learner.comm.membership
-        has_joined = membership is not None and any(change.joined for change in membership.changes)
-        apart = torch.full_like(sums, self.is_apart or has_joined)  # a learner that joins has a momentum of its own
-        rows = torch.cat([numbers.repeat(len(sums), 1), torch.stack([sums, apart], dim=1)], dim=1)
-        everyone, apart = learner.comm.gather(rows).cpu().split([rows.shape[1] - 1, 1], dim=1)
-        if bool(apart.any()):
-            everyone[:, -1] = 0.0
-        differs = (everyone != everyone[0]).any(dim=0).tolist()
-        if not any(differs):
-            return
-        for (name, _), is_other, column in zip(options, differs, everyone.unbind(dim=1), strict=False):
-            if is_other:
-                other = int((column != column[0]).nonzero()[0])
-                raise RuntimeError(
-                    f"{name} is {float(column[0]):g} on learner 0 and {float(column[other]):g} on learner {other}, "
-                    "which must stay equal: give all of them the same optimizer, schedule and loaded state"
-                )
+    step, flat = learner.step, learner.flat
+    if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
+        return
+    options = _options(learner.optimizer)
+    numbers = torch.tensor([value for _, value in options], dtype=torch.float64, device=flat.param_LP.device)
+    sums = _sums_of_bits(flat)
+    membership = learner.comm.membership
+    has_joined = membership is not None and any(change.joined for change in membership.changes)
+    apart = torch.full_like(sums, is_apart or has_joined)  # a learner that joins has a momentum of its own
+    rows = torch.cat([numbers.repeat(len(sums), 1), torch.stack([sums, apart], dim=1)], dim=1)
+    everyone, apart = learner.comm.gather(rows).cpu().split([rows.shape[1] - 1, 1], dim=1)
+    if bool(apart.any()):
+        everyone[:, -1] = 0.0
+    differs = (everyone != everyone[0]).any(dim=0).tolist()
+    for (name, _), is_other, column in zip(options, differs, everyone.unbind(dim=1), strict=False):
+        if is_other:
+            other = int((column != column[0]).nonzero()[0])
+            raise RuntimeError(
+                f"{name} is {float(column[0]):g} on learner 0 and {float(column[other]):g} on learner {other}, "
+                "which must stay equal: give all of them the same optimizer, schedule and loaded state"
+            )
+    if differs[-1]:
         other = int((everyone[:, -1] != everyone[0, -1]).nonzero()[0])
         raise RuntimeError(
             f"the weights of learner {other} differ from those of learner 0, and their average of gradients cannot "

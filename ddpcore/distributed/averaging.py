@@ -34,8 +34,69 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
             copied.data = averages[id(parameter)].clone()
     _average_frozen(result, learner)
     if batch_norm != "local":
-        average_buffers(result, learner.models, learner.comm)
+        average_buffers(list(result.buffers()), learner.models, learner.comm)
     return result
+
+
+class AveragedShards(nn.Module):
+    """A sharded model with the average of all learners' weights. No rank holds the whole model.
+
+    A call runs the training model with the averaged shards in the place of its own, and is collective over the ranks of
+    a learner. Its ``state_dict()`` has DTensors, for ``torch.distributed.checkpoint``.
+
+    Args:
+        learner: sharded; its training model keeps its weights.
+        batch_norm: as in :func:`averaged_model`.
+    """
+
+    def __init__(self, learner: Learner, batch_norm: str) -> None:
+        super().__init__()
+        flat, self._learner, (model,) = learner.flat, learner, learner.models
+        assert flat.shards is not None
+        self._average_LP = learner.average_of(learner.weights())
+        self._averaged = {
+            name: flat.shards.gradient(parameter, view)
+            for name, parameter, view in zip(flat.names, flat.parameters, flat.views_of(self._average_LP), strict=True)
+        }
+        self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if batch_norm != "local":
+            average_buffers(list(self._held.values()), learner.models, learner.comm)
+            for buffer in filter(has_average, self._held.values()):  # each rank of a learner has seen its own samples
+                buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the averaged model.
+
+        Raises:
+            RuntimeError: gradients are recorded, which a later backward pass would compute with other weights.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("the average of a sharded model has no gradients: evaluate under torch.no_grad()")
+        learner, (model,) = self._learner, self._learner.models
+        assert learner.flat.shards is not None
+        modes = [(module, module.training) for module in model.modules()]
+        own = [(buffer, buffer.data) for buffer in model.buffers()]
+        learner.flat.shards.reshard()
+        try:
+            model.train(self.training)
+            for (buffer, _), held in zip(own, self._held.values(), strict=True):
+                buffer.data = held
+            with learner.flat.at(self._average_LP):
+                return model(*args, **kwargs)
+        finally:
+            learner.flat.shards.reshard()
+            for buffer, data in own:
+                buffer.data = data
+            for module, mode in modes:
+                module.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The averaged weights, as DTensors, and buffers, by their names in the training model."""
+        model = self._learner.models[0]
+        return {
+            name: self._averaged.get(name, self._held.get(name, value)) for name, value in model.state_dict().items()
+        }
 
 
 def _average_frozen(result: nn.Module, learner: Learner) -> None:
@@ -66,9 +127,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return (parts * places).sum().remainder(2**52).double()
 
 
-def average_buffers(result: nn.Module, models: Sequence[nn.Module], comm: Communicator) -> None:
-    """Overwrite floating-point and complex buffers of a copy with their mean over all learners' models. Collective."""
-    for buffer, *own in zip(result.buffers(), *(model.buffers() for model in models), strict=True):
+def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], comm: Communicator) -> None:
+    """Overwrite copies of floating-point and complex buffers with their mean over all learners' models. Collective."""
+    for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
         if has_average(buffer):
             rows = torch.stack([one.reshape(-1) for one in own])
             comm.average_(rows).wait()

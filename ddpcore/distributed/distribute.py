@@ -12,22 +12,25 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.averaging import rows_of
+from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.mesh import group_of, layouts_of, shards_of
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
-from ddpcore.distributed.step_guards import is_distributed
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.parameters.shards import Shards, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
@@ -40,6 +43,7 @@ def distribute(
     strategy: Strategy | Baseline,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     learners: int | None = None,
     vectorize: bool | str | None = None,
     connection: Connection | None = None,
@@ -54,6 +58,7 @@ def distribute(
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
         group: the process group. None is the default group, and for virtual learners no group.
+        mesh: for a sharded model instead of ``group``: the learners, ranks with the same shards (docs/sharded.md).
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
@@ -71,23 +76,19 @@ def distribute(
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
-        options: dict[str, Any] = {
-            "learners": learners,
-            "vectorize": vectorize,
-            "scaler": scaler,
-            "on_nonfinite": on_nonfinite,
-        }
-        options["policies"] = None if policies == Policies() else policies
+        options: dict[str, Any] = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
+        options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         handle = _baseline(model, strategy, group, connection, options)
         return _share_work(handle, optimizer, strategy, group, is_fixed=True)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group, connection, vectorize)
+    group = _group_of(learners, group, mesh, connection, vectorize)
+    shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
-    facts = _agree(group, model, optimizer, strategy, settings, connection.timeout)
+    facts = _agree(group, shards, model, optimizer, strategy, settings, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
-        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection)
+        learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection, shards)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
         handle = _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
     is_fixed = learners is None and connection.on_failure == "raise"
@@ -147,6 +148,7 @@ def _make_learner(
     comm: Communicator,
     learners: int,
     connection: Connection,
+    shards: Shards | None = None,
     *,
     is_newcomer: bool = False,
 ) -> Learner:
@@ -158,6 +160,7 @@ def _make_learner(
         allocate=comm.allocate,
         bucket_bytes=connection.bucket_bytes,
         first_bucket_bytes=connection.first_bucket_bytes,
+        shards=shards,
     )
     _add_learners(optimizer, models)
     learner = Learner(flat, comm, optimizer, models)
@@ -200,7 +203,7 @@ def join(
     _check(model, optimizer, strategy, policies, None, None)
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
-    facts = _agree(None, model, optimizer, strategy, settings, connection.timeout)
+    facts = _agree(None, None, model, optimizer, strategy, settings, connection.timeout)
     comm = find_run(store, _trained(model).device, connection.timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
@@ -232,9 +235,15 @@ def _given(options: dict[str, Any]) -> str:
 
 
 def _group_of(
-    learners: int | None, group: dist.ProcessGroup | None, connection: Connection, vectorize: bool | str | None
+    learners: int | None,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    connection: Connection,
+    vectorize: bool | str | None,
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
+    if mesh is not None:
+        group = group_of(mesh, group, learners)
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -248,16 +257,17 @@ def _group_of(
 
 def _agree(
     group: dist.ProcessGroup | None,
+    shards: Shards | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     settings: dict[str, Any],
     timeout: float,
 ) -> list[Fact]:
-    """Return what all ranks must have in common, after the ranks of the group have compared it."""
-    facts = facts_of(model, optimizer, strategy, settings)
-    if group is not None:
-        check_agreement(group, facts, _trained(model).device, timeout)
+    """Return what all ranks must have in common, after the ranks of the group, and of the learner, have compared it."""
+    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
+    for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
+        check_agreement(one, facts, _trained(model).device, timeout)
     return facts
 
 
@@ -276,9 +286,9 @@ def _start_alike(learner: Learner) -> None:
     comm.broadcast_(learner.flat.param_LP)
     for copies in zip(*(model.parameters() for model in learner.models), strict=True):
         if not copies[0].requires_grad:
-            first = _first_of(copies[0], comm)
+            first = _first_of(local(copies[0]), comm)
             for parameter in copies:
-                parameter.copy_(first)
+                local(parameter).copy_(first)
     for copies in zip(*(model.buffers() for model in learner.models), strict=True):
         first = _first_of(copies[0], comm)
         for buffer in copies:

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from ddpcore.parameters.shards import Shards, is_dtensor, local
 from ddpcore.strategies.base import Strategy
 
 _WRAPPERS = {
     "DDP",  # the class that torch's replicate() adds to a module
     "DeepSpeedEngine",
     "DistributedDataParallel",
-    "FSDPModule",
     "FullyShardedDataParallel",
-    "ReplicateModule",
     "ShardedDataParallel",
 }
 
@@ -33,7 +32,7 @@ def check_model(model: nn.Module) -> None:
         if wrapper := wrapper_of(module):
             raise ValueError(
                 f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too: "
-                "pass the model without it to distribute(); the fused optimizers also step sharded models"
+                "pass the model without it to distribute(), or one of fully_shard() with mesh="
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("a torch.jit model cannot call a strategy: pass the eager model, or one of torch.compile")
@@ -73,10 +72,6 @@ def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{what} {name} has no shape yet (lazy module): run one forward pass before distribute()")
     if tensor.is_meta:
         raise ValueError(f"{what} {name} is on the meta device: materialise the model first (model.to_empty)")
-    if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
-        raise ValueError(
-            f"{what} {name} is a DTensor (fully_shard or tensor parallel): pass a model that is not sharded"
-        )
 
 
 def _kind(tensor: Tensor) -> str:
@@ -116,7 +111,8 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
     Weights keep their values. If a connection is lost in the middle, they may have learner 0's values.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = [(parameter.data_ptr(), parameter.grad) for parameter in trained]
+    shards = Shards(model) if any(map(is_dtensor, trained)) else None
+    before = [(local(parameter).data_ptr(), parameter.grad) for parameter in trained]
     groups = [
         {key: [*value] for key, value in group.items() if key in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -126,9 +122,12 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
     except BaseException:
         strategy._in_use = False
         for parameter, (pointer, gradient) in zip(trained, before, strict=True):
-            if parameter.data_ptr() != pointer:
+            if local(parameter).data_ptr() != pointer:
                 parameter.grad = None
-                parameter.data = parameter.data.clone()
+                if shards is None:
+                    parameter.data = parameter.data.clone()
+                else:
+                    shards.leave(parameter)
                 parameter.grad = gradient
         for group, members in zip(optimizer.param_groups, groups, strict=True):
             group.update(members)

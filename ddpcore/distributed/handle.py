@@ -14,6 +14,7 @@ from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.copies import copy_of
+from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
@@ -48,7 +49,8 @@ class Distributed:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
         """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
-        return [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
+        norms: list[Any] = [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
+        return [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
 
     def backward(self, losses: Tensor | Sequence[Tensor]) -> None:
         """Compute the gradients of all learners of this process. Collective if the strategy averages gradients.
@@ -108,7 +110,7 @@ class Distributed:
             inner = self.model.module
         model = copy_of(inner)
         if batch_norm != "local":
-            average_buffers(model, [inner], self.comm)
+            average_buffers(list(model.buffers()), [inner], self.comm)
         return model
 
     def state_dict(self) -> dict[str, Any]:

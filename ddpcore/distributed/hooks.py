@@ -26,21 +26,19 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
-from ddpcore.distributed.alike import AlikeCheck
-from ddpcore.distributed.averaging import averaged_model
-from ddpcore.distributed.gradient_guard import GradientGuard
+from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
-from ddpcore.distributed.nonfinite_guard import NonFiniteGuard
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
-from ddpcore.distributed.step_guards import WeightGuard, creates_states_only, watch_steps
+from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets
-from ddpcore.parameters.compilation import exclude_from_compilation
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -68,20 +66,11 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
-        self._averaged = False  # whether a backward pass of this step has averaged gradients
-        self._has_average = False  # whether gradients of this step are an average
-        self._is_late = False  # whether a pass inside no_sync has added to that average
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
-        self._gradients = GradientGuard(learner.flat)
-        self._finite = NonFiniteGuard(learner, strategy, on_nonfinite)
-        self.nonfinite = self._finite.found
-        self._members = {id(parameter) for parameter in learner.flat.parameters}
-        self._weights = WeightGuard(self.models, learner.flat)
-        self._step_calls = watch_steps(learner.flat.parameters, optimizer)
-        if self._buckets is None:
-            self._gradients.watch()
+        self._watch = LoopWatch(learner, strategy, on_nonfinite)
+        self.nonfinite = self._watch.found
         self._register_forward_hooks()
         membership = learner.comm.membership
         if membership is not None:
@@ -90,9 +79,9 @@ class HookedDistributed(Distributed):
         optimizer.register_step_post_hook(self._after_call)
 
     def _register_forward_hooks(self) -> None:
-        hook = self._forward_hook = _ForwardHook(self)
-        self._alike = AlikeCheck()
-        self._forward_hooks = [model.register_forward_pre_hook(hook) for model in self.models]
+        hook = _ForwardHook(self)
+        first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
+        self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
@@ -109,13 +98,13 @@ class HookedDistributed(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, True
-        self._averaged = True  # the caller asked for no average, so the step does not check it
+        self._watch.begin_pause()
         before = self._buckets.num_paused
         try:
             yield
         finally:
             self._buckets.paused = paused
-            self._is_late |= self._has_average and self._buckets.num_paused != before
+            self._watch.end_pause(self._buckets.num_paused - before)
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -127,6 +116,8 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
+        if self.learner.flat.shards is not None:
+            return AveragedShards(self.learner, batch_norm)
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
@@ -151,11 +142,12 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.check_state(state)
+        if flat.shards is not None:
+            flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
         self._new_order = None
-        self._averaged = self._has_average = self._is_late = False
-        self._weights.begin_step()
+        self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
         self.learner.step = state["step"]
@@ -187,26 +179,20 @@ class HookedDistributed(Distributed):
         self.strategy.restore_weights(self.learner)
         return self.learner.squared_distances()
 
-    def is_own_pass(self) -> bool:
-        """Whether the forward pass that begins uses the learners' weights, in a plain autograd graph."""
-        return self._weights.is_own_pass()
-
     def before_forward(self) -> None:
         """Call observers and strategy before a forward pass of all learners."""
-        self._weights.check_buffers()
+        self._watch.before_pass()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
-        if not self._weights.num_passes:
-            self._finite.begin_step()
         for observer in self.observers:
             observer.before_forward(self.learner)
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
-        self._weights.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
+        self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
     def _bucket_ready(self, columns: Tensor) -> None:
         if self.strategy.plan(self.learner.step).averages_gradients:
-            self._finite.note(columns)
+            self._watch.note_message(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
@@ -218,15 +204,13 @@ class HookedDistributed(Distributed):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
-        if not self._has_average and self.strategy.traits.stays_identical:
-            self._alike.check(self.learner)  # here, because all learners have just met
-        self._averaged, self._has_average, self._is_late = True, True, False
+        self._watch.check_alike()  # here, because all learners have just met
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
         if not self._laid_out and self._new_order is None:
             self._new_order = self._agreed(order)
         self._give_averages()
-        self._gradients.note_all()
+        self._watch.note_average()
 
     def _give_averages(self) -> None:
         """Give the average to learners that have no gradient of a parameter, if another learner has one.
@@ -237,7 +221,8 @@ class HookedDistributed(Distributed):
         missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
         if not missing:
             return
-        is_given = torch.stack([flat.grad_views[index].any() for index in missing]).tolist()  # one wait for the device
+        found = torch.stack([local(flat.grad_views[index]).any() for index in missing]).double()
+        is_given = (found if flat.shards is None else flat.shards.add_(found)).tolist()  # one wait for the device
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
             if given and not parameter.requires_grad:
@@ -257,48 +242,29 @@ class HookedDistributed(Distributed):
         return list(map(int, agreed[0].tolist()))
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._step_calls.begin(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and not self._weights.num_passes and creates_states_only(optimizer):
-            self._step_calls.cancel()
+        if closure is None and self._watch.creates_states_only():
+            self._watch.end_call(frame)
             return
         try:
             self._before_step(closure)
         except BaseException:
-            self._step_calls.cancel()
+            self._watch.end_call(frame)
             raise
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._step_calls.end(sys._getframe(1)):
+        if self._watch.end_call(sys._getframe(1)):
             self._after_step()
 
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
-        if closure is not None and not strategy.traits.takes_closure:
-            raise RuntimeError(
-                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning set "
-                "automatic_optimization = False"
-            )
-        self._forward_hook.check_called()
-        if closure is None and not self._averaged and strategy.plan(learner.step).averages_gradients:
-            self._gradients.check_averaged(strategy.name)
-        if self._is_late:
-            raise RuntimeError(
-                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
-                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
-            )
-        if strategy.traits.acts_in_forward and not self._weights.num_passes and closure is None:
-            raise RuntimeError(
-                f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
-                "model.forward or a part of it"
-            )
-        self._weights.check_parameters()
-        self._check_optimized()
-        self._gradients.check_alike()
-        if closure is None:
-            self._finite.check()
+        if learner.flat.shards is not None:
+            learner.flat.shards.reshard()
+        self._watch.before_step(closure)
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -310,10 +276,8 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        self._alike.is_apart |= not self._has_average
+        self._watch.after_optimizer()
         self.learner.step += 1
-        self._averaged = self._has_average = False
-        self._weights.begin_step()
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
             if self.strategy.plan(self.learner.step - 1).weights:
@@ -323,8 +287,7 @@ class HookedDistributed(Distributed):
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
-        if self.strategy.traits.averages_gradients:
-            self._gradients.note_step()
+        self._watch.end_step()
 
     def _admit(self) -> None:
         """Let a learner in that has asked to join, and hand it the state of a neighbour."""
@@ -335,18 +298,6 @@ class HookedDistributed(Distributed):
     def take_state(self) -> None:
         """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
         self.load_state_dict(received_state(self.learner))
-
-    def _check_optimized(self) -> None:
-        """Check that the optimizer steps no parameter that was added."""
-        for group in self.learner.optimizer.param_groups:
-            if self._members.issuperset(map(id, group["params"])):
-                continue
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._members:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do that before distribute(), and freeze a parameter by a zero learning rate"
-                    )
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
@@ -369,31 +320,22 @@ class _ForwardHook:
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
-        self._has_others = False  # whether any model but learner 0's was called so far
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
-        if torch._C._current_graph_task_id() != -1 or not handle.is_own_pass():
+        if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
+            shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
+        if torch._C._current_graph_task_id() != -1 or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
-        self._has_others |= module is not handle.models[0]
         is_new = self._is_inside or not self._called or id(module) in self._called
         if is_new:
             self._called.clear()
         self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
-
-    def check_called(self) -> None:
-        """Raise RuntimeError before a step if a loop calls learner 0's model, and never those of the other learners."""
-        handle = self._handle()
-        if handle is not None and len(handle.models) > 1 and self._called and not self._has_others:
-            raise RuntimeError(
-                "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
-                "each of handle.models"
-            )
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """After a call of ``handle.model``, also after an error."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.distributed.averaging import has_average
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -199,7 +200,7 @@ class StateSync:
         if dtype is None:
             raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
         pairs = zip(parameters, found, strict=True)
-        self._move(policy, [torch.zeros_like(p, dtype=dtype) if value is None else value for p, value in pairs])
+        self._move(policy, [torch.zeros_like(local(p), dtype=dtype) if value is None else value for p, value in pairs])
 
     def _move_scaler(self) -> None:
         scaler, policy = self._scaler, self.policies.scaler
@@ -222,7 +223,7 @@ class StateSync:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
         for name, value in self._learner.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and name != "master":
-                yield name, value
+                yield name, local(value)
 
     def _optimized(self) -> list[Tensor]:
         groups = self._learner.optimizer.param_groups

@@ -31,7 +31,7 @@ from ddpcore.optim.checks import (
     name_of,
     options_of,
 )
-from ddpcore.optim.shards import check_shards, is_dtensor, local, local_gradients
+from ddpcore.optim.shards import check_shards, local_gradients
 from ddpcore.optim.states import (
     SavedOptimizer,
     check_loaded,
@@ -45,6 +45,7 @@ from ddpcore.optim.states import (
 )
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import is_dtensor, local
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
 _NO_STATE: State = {}
@@ -289,7 +290,7 @@ class FusedOptimizer(SavedOptimizer):
                 arguments["squares"] = plan.shards.squares(batch)
             if mixture is not None:
                 assert self._flat is not None
-                arguments |= {"mixture": mixture, "offsets": self._flat.offsets_of(tensors[0])}
+                arguments |= {"mixture": mixture, "offsets": self._flat.offsets_of(batch.of(params))}
             getattr(batch.kernels, self.rule.operator)(*tensors, masters, batch.steps, batch.scratch, **arguments)
 
     def _plan_of(

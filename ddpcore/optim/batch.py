@@ -15,7 +15,7 @@ from ddpcore import ops
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.optim.checks import Group
-from ddpcore.optim.shards import is_dtensor, mesh_of, placements_of
+from ddpcore.parameters.shards import is_dtensor, mesh_of, placements_of
 
 Item = TypeVar("Item")
 STATE_SEED = 0x6D6F6D656E747573  # of the random numbers that round states

@@ -23,9 +23,9 @@ from ddpcore.optim.newton_schulz import (
     owners_of,
     takes_gram,
 )
-from ddpcore.optim.shards import is_dtensor
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
+from ddpcore.parameters.shards import is_dtensor
 
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors (FSDP2, HSDP, tensor parallel): local shards, and checks of their layouts."""
+"""Parameters that are DTensors (FSDP2, HSDP, tensor parallel): their gradients, and checks of their layouts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
+
 Named = Iterable[tuple[str | int, Tensor]]
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it is a DTensor. The class itself is not imported, because that takes long."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of a DTensor on this rank; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def check_shards(named: Named) -> None:
@@ -58,16 +50,6 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
             f"state_dict: {name} of parameter {index} is laid out as {placements_of(value)} on {mesh_of(value)}, and "
             f"the parameter as {placements_of(param)} on {mesh_of(param)}: redistribute it first"
         )
-
-
-def placements_of(tensor: Any) -> Any:
-    """The placements of a DTensor, one for each dimension of its mesh."""
-    return tensor.placements
-
-
-def mesh_of(tensor: Any) -> Any:
-    """The device mesh of a DTensor."""
-    return tensor.device_mesh
 
 
 def first_of_shard(tensor: Any) -> int:

@@ -21,8 +21,9 @@ from typing_extensions import override
 from ddpcore.ops import Rule
 from ddpcore.ops.dtypes import is_narrow, wide
 from ddpcore.optim.checks import Group, State, is_rounded, is_scalar, options_of
-from ddpcore.optim.shards import check_shard_of_state, first_of_shard, local
+from ddpcore.optim.shards import check_shard_of_state, first_of_shard
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 
 ELEMENTS = 2**40  # more than a parameter has: the indices of two parameters never overlap
 

@@ -81,7 +81,7 @@ class WeightStep:
             self.flat.move_to(average.out)
             return
         self._apply_average()
-        if self._optimizer.rule.uses_norms:
+        if self._optimizer.rule.uses_norms or self.flat.shards is not None:  # states of DTensors are DTensors
             self._optimizer.step_lists(groups)
         else:  # each element is stepped alone
             self._run_columns(groups)
@@ -97,6 +97,8 @@ class WeightStep:
             or flat.num_rows > 1
         ):
             return False
+        if flat.shards is not None and optimizer is not None and optimizer.rule.uses_norms:
+            return False  # its two passes add norms of shards in between
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
             return False
         if any(map(is_rounded, groups)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hooks import weakly
+from ddpcore.parameters.shards import local
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -90,10 +91,8 @@ class GradientBuckets:
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
         view = self.flat.grad_views[index]
-        if (
-            parameter.grad is view and view.data_ptr() != self.flat.grad_pointers[index]
-        ):  # the program has set grad.data
-            self.flat.renew_grad_views()
+        if parameter.grad is view and local(view).data_ptr() != self.flat.grad_pointers[index]:
+            self.flat.renew_grad_views()  # the program has set grad.data
         del view  # gather_grad counts references
         self._seen.add(index)
         self._rows.add(row)
@@ -159,14 +158,3 @@ class GradientBuckets:
     def _send(self, ready: tuple[int, int]) -> None:
         for begin, end in self.messages[ready[0] : ready[1]]:
             self._on_message(self.flat.grad_LP[:, begin:end])
-
-
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(parameter: Tensor) -> None:
-        if (found := reference()) is not None:
-            found(parameter)
-
-    return hook

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import own_hooks
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
 

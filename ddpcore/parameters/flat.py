@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.bucket_plan import plan_buckets
-from ddpcore.parameters.checks import check_parameters, unique_trainable
-from ddpcore.parameters.hook_watch import HookWatch
+from ddpcore.parameters.hooks import HookWatch
+from ddpcore.parameters.shards import Shards, local
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 MiB = 2**20
@@ -52,6 +52,8 @@ class FlatParameters:
         bucket_bytes: the size of the largest bucket of gradients.
         first_bucket_bytes: the size of the first bucket; a smaller one starts communication earlier.
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
+        shards: if all parameters are DTensors, of one learner. The buffers hold their local parts then, and
+            ``grad_views`` are DTensors.
 
     Attributes:
         names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
@@ -76,22 +78,26 @@ class FlatParameters:
         bucket_bytes: int = 25 * MiB,
         first_bucket_bytes: int = MiB,
         allocate: Allocate | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.on_gradients = []
-        rows = [unique_trainable(parameters) for parameters in learners]
+        self.shards = shards
+        rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
-            check_parameters(named)
+            _check_parameters([(name, local(parameter)) for name, parameter in named])
         self.num_rows = len(rows)
         self._new = _zeros if allocate is None else allocate
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(rows[0]))
         self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
         itemsize = self.parameters[0].element_size()
+        locals_ = self.locals(self.parameters)
         sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
         plan_buckets(0, *sizes)  # refuses sizes before anything moves
-        values = [parameter.detach() for parameter in self.parameters]
-        gradients = [parameter.grad for parameter in self.parameters]
-        self._move(values, gradients, [(p.shape, p.stride()) for p in self.parameters[: len(self.names)]])
+        layouts = [(part.shape, part.stride()) for part in locals_[: len(self.names)]]
+        values = [part.detach() for part in locals_]
+        del locals_
+        self._move(values, [parameter.grad for parameter in self.parameters], layouts)
         self._hooks = HookWatch(self.parameters)
         self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
 
@@ -99,6 +105,14 @@ class FlatParameters:
     def numel(self) -> int:
         """P: the elements of one row, with padding. Padding is always zero."""
         return self.param_LP.shape[1]
+
+    def pointers(self) -> list[int]:
+        """The addresses of the parameters."""
+        return list(map(Tensor.data_ptr, self.locals(self.parameters)))
+
+    def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of DTensors on this rank."""
+        return tensors if self.shards is None else list(map(local, tensors))
 
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter, in the order of ``parameters``, of any buffer with the layout of ``param_LP``."""
@@ -169,13 +183,12 @@ class FlatParameters:
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:
-            gradients = [self._copy_if_aliased(self.parameters[index].grad) for index in places]
-            views = [self.grad_views[index] for index in places]
-            torch._foreach_copy_(views, gradients)
-            for index, view in zip(places, views, strict=True):
-                self.parameters[index].grad = view
+            gradients = [self._copy_if_aliased(local(self.parameters[index].grad)) for index in places]
+            torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
+            for index in places:
+                self.parameters[index].grad = self.grad_views[index]
         if missing:
-            torch._foreach_zero_([self.grad_views[index] for index in missing])
+            torch._foreach_zero_([local(self.grad_views[index]) for index in missing])
         return not missing
 
     def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
@@ -206,7 +219,7 @@ class FlatParameters:
             return False
         if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
             return False
-        if tuple(map(Tensor.data_ptr, self.grad_views)) != self.grad_pointers:
+        if self.current_grad_pointers() != self.grad_pointers:
             return False
         if is_new:
             torch._foreach_copy_(self._grad_stacks, given)
@@ -229,8 +242,12 @@ class FlatParameters:
         for index in indices:
             if counts[index] > _UNUSED:
                 kept = views[index]
-                views[index] = kept.data
-                kept.data = kept.data.clone()
+                if self.shards is None:
+                    views[index] = kept.data
+                    kept.data = kept.data.clone()
+                else:
+                    views[index] = self.shards.gradient(self.parameters[index], local(kept))
+                    kept._local_tensor = local(kept).clone()  # type: ignore[attr-defined]
         self.grad_views = tuple(views)
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
@@ -238,7 +255,7 @@ class FlatParameters:
 
         Gradients of fewer than ``min_numel`` elements are left out, and all where several learners share the buffer.
         """
-        if self.num_rows > 1:
+        if self.num_rows > 1 or self.shards is not None:
             return {}
         return {
             index: gradient.as_strided((1, segment.numel), (segment.numel, 1))
@@ -260,11 +277,12 @@ class FlatParameters:
             self._detach_kept_grads([index])
         view = self.grad_views[index]
         if gradient is None:
-            view.zero_()
+            local(view).zero_()
         elif gradient.is_sparse:
             raise RuntimeError(_SPARSE)
         else:
-            parameter.grad = view.copy_(gradient)
+            local(view).copy_(local(gradient))
+            parameter.grad = view
 
     def reorder(self, order: Sequence[int]) -> None:
         """Change the order of the segments: ``order[i]`` is the present index of the new i-th one, in every row.
@@ -288,7 +306,13 @@ class FlatParameters:
         """Make new views of ``grad_LP``. Each has its own version counter, which shows a change of this view alone."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
         self.grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
+        if self.shards is not None:
+            self.grad_views = tuple(map(self.shards.gradient, self.parameters, self.grad_views))
         self._grad_stacks = self.stacks_of(self.grad_LP)
+
+    def current_grad_pointers(self) -> tuple[int, ...]:
+        """The addresses of ``grad_views``: they differ from ``grad_pointers`` if the program has set ``grad.data``."""
+        return tuple(map(Tensor.data_ptr, self.locals(self.grad_views)))
 
     def _move(
         self,
@@ -297,23 +321,26 @@ class FlatParameters:
         layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
     ) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
-        self.segments = _lay_out(self.names, layouts)
+        firsts = self.parameters[: len(self.names)]
+        rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
+        self.segments = _lay_out(self.names, layouts, rooms)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
-        shape = (self.num_rows, _aligned(last.offset + last.numel))
+        shape = (self.num_rows, _aligned(last.offset + rooms[-1]))
         self._known_views: dict[int, _BufferViews] = {}
         self._set_views(self._views_at(self._new(shape, dtype, device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
-            parameter.data = view
+            self._put(parameter, view)
         del value
         values.clear()  # frees the old weights before the gradients are allocated
         self.grad_LP = self._new(shape, dtype, device)
         self.renew_grad_views()
         for parameter, gradient, view in zip(self.parameters, gradients, self.grad_views, strict=True):
             if gradient is not None:
-                parameter.grad = view.copy_(gradient)
+                local(view).copy_(local(gradient))
+                parameter.grad = view
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "on_gradients": []}  # a copy has no watchers
@@ -325,7 +352,13 @@ class FlatParameters:
     def _repoint(self, place: _BufferViews) -> None:
         self._set_views(place)
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            self._put(parameter, view)
+
+    def _put(self, parameter: Tensor, view: Tensor) -> None:
+        if self.shards is None:
             parameter.data = view
+        else:
+            self.shards.move(parameter, view)
 
     def _set_views(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
@@ -346,9 +379,73 @@ def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]) -> tuple[Segment, ...]:
+def _lay_out(
+    names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]], rooms: Sequence[int]
+) -> tuple[Segment, ...]:
     segments, offset = [], 0
-    for name, (shape, stride) in zip(names, layouts, strict=True):
+    for name, (shape, stride), room in zip(names, layouts, rooms, strict=True):
         segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-        offset += _aligned(shape.numel())
+        offset += _aligned(room)
     return tuple(segments)
+
+
+def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    """The parameters that need a gradient, each once."""
+    seen: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse parameters that cannot be views of one buffer.
+
+    Raises:
+        ValueError: as :class:`~ddpcore.parameters.flat.FlatParameters`.
+    """
+    if not named:
+        raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
+    first_name, first = named[0]
+    spans = []
+    for name, parameter in named:
+        if parameter.layout != torch.strided:
+            raise ValueError(f"parameter {name} is sparse: flat buffers take dense parameters only")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
+        if parameter.device != first.device:
+            raise ValueError(
+                f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device}): "
+                "move the model to one device"
+            )
+        if parameter.dtype != first.dtype:
+            raise ValueError(
+                f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
+                "convert the model to one"
+            )
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
+                "bits: convert it, or freeze it with requires_grad_(False)"
+            )
+        if not _is_dense(parameter):
+            raise ValueError(
+                f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"
+            )
+        start = parameter.data_ptr()
+        spans.append((start, start + parameter.numel() * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ValueError(f"parameters {name} and {other} share memory: tie weights by sharing one Parameter object")

@@ -13,9 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from ddpcore.parameters.compilation import exclude_from_compilation
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import own_hooks
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
 from ddpcore.parameters.vmap_rules import VmapRules
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"

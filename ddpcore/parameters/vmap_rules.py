@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hook_watch import num_hooks
+from ddpcore.parameters.hooks import num_hooks
 
 _PLAIN = {
     *(nn.Sequential, nn.Linear, nn.LayerNorm, nn.Flatten, nn.Unflatten, nn.Identity),

@@ -108,7 +108,7 @@ def _of_studies(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Measure]:
     return found
 
 
-def _of_runs(groups: Sequence[Group], side: Sequence[Run]) -> dict[str, Measure]:
+def _of_runs(groups: Sequence[Group[Run]], side: Sequence[Run]) -> dict[str, Measure]:
     """Of the runs of a side that have ended. ``groups`` has the runs of both sides."""
     ended = {id(run) for run in side if run.final}
     found = {}

@@ -5,25 +5,28 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ddpcore.display.chart import Number, finite
 from ddpcore.options.keys import dotted
-from ddpcore.records.config import BOOKKEEPING
-from ddpcore.report.sources import Run
+from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
+from ddpcore.records.run import RunRecord
 from ddpcore.storage.limits import plain
 from ddpcore.topology.describe import MOST_DRAWN
-from ddpcore.training.config import TrainConfig
 
 _TOPOLOGY = "strategy.topology"
 _PARTS = ("strategy", _TOPOLOGY, "model", "data", "optimizer")  # their values name themselves
 _MAIN = (*_PARTS[:2], "strategy.learners", *_PARTS[2:4], "data.batch_size", "optimizer", "optimizer.lr")
+_MORE = ("data.shards", "run.epochs", "run.steps")
+_FIELDS = {*KEYS_0_2.values()} - {_TOPOLOGY}  # of every config; the other keys are options of parts
 RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has reached, and which value is better
 
 
+AnyRun = TypeVar("AnyRun", bound=RunRecord)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Generic[AnyRun]):
     """Runs that are shown as one.
 
     Attributes:
@@ -32,7 +35,7 @@ class Group:
     """
 
     name: str
-    runs: Sequence[Run]
+    runs: Sequence[AnyRun]
 
     def values(self, key: str) -> list[float]:
         """A field of the end or of the last epoch, of each run that has it."""
@@ -40,7 +43,7 @@ class Group:
         return [value for line in last if (value := finite(line.get(key))) is not None]
 
 
-def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
+def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun]]:
     """The groups, in the order of their first runs.
 
     Args:
@@ -66,7 +69,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     return groups
 
 
-def config_of(run: Run) -> dict[str, Any]:
+def config_of(run: RunRecord) -> dict[str, Any]:
     """What a result may depend on, but for the seed: fields with dots, and no topology of a strategy without one."""
     given = dotted(run.header["config"])
     num = given.get("strategy.learners")  # with more than MOST_DRAWN, no topology is recorded
@@ -75,28 +78,25 @@ def config_of(run: Run) -> dict[str, Any]:
     left_out = ("run.seed", *BOOKKEEPING)
     return {
         key: value
-        for key, value in ({**_defaults(), **given} if given else {}).items()
+        for key, value in given.items()
         if key not in left_out and not (has_none and f"{key}.".startswith(f"{_TOPOLOGY}."))
     }
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    """Of the fields that have one: a config needs a length."""
-    return {key: value for key, value in dotted(TrainConfig.from_dict({"run": {"steps": 1}}).to_dict()).items()
-            if key not in ("run.steps", "run.epochs")}  # fmt: skip
-
-
 def differing(configs: Sequence[dict[str, Any]]) -> list[str]:
-    """The fields in which configs differ, the main ones first."""
+    """The fields in which configs differ, the main ones first. Another version may lack a field, but not an option."""
     keys = dict.fromkeys([*_MAIN, *(key for config in configs for key in config)])
-    return [key for key in keys if len({_text(config.get(key)) for config in configs}) > 1]
+    return [
+        key
+        for key in keys
+        if len({_text(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
+    ]
 
 
 def constants(configs: Sequence[dict[str, Any]]) -> str:
-    """The main fields that are equal in all configs, and those that are not at their defaults."""
-    varied, usual, first = differing(configs), _defaults(), configs[0]
-    keys = dict.fromkeys([*_MAIN, *(key for key in first if first[key] != usual.get(key))])
+    """The main fields that are equal in all configs, and the options of parts."""
+    varied, first = differing(configs), configs[0]
+    keys = dict.fromkeys([*_MAIN, *_MORE, *(key for key in first if key not in _FIELDS)])
     return ", ".join(_word(key, first[key], keys) for key in keys if key not in varied and first.get(key) is not None)
 
 
@@ -115,7 +115,7 @@ def _text(value: Any) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))
 
 
-def ranked(groups: Sequence[Group]) -> tuple[str, list[Group]]:
+def ranked(groups: Sequence[Group[AnyRun]]) -> tuple[str, list[Group[AnyRun]]]:
     """The name of the result that they have, and the groups, best first; those without a result are last."""
     key = next((key for key in RESULTS if any(group.values(key) for group in groups)), "accuracy")
     sign = -1 if RESULTS[key] is max else 1
@@ -135,7 +135,7 @@ def spread_of(values: Sequence[float]) -> str:
     return f"{mean_of(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
-def sentences(groups: Sequence[Group]) -> list[str]:
+def sentences(groups: Sequence[Group[AnyRun]]) -> list[str]:
     """What came out: the best group, the next one, and whether their runs overlap; runs that diverged."""
     key, order = ranked(groups)
     title = key.replace("train_", "training ")

@@ -31,7 +31,7 @@ _ROUNDING = 1e-5  # a consensus distance below this part of the largest one is n
 _PLACES = {"processes": "ranks", "communication": "communication", "torch": "torch", "python": "python"}
 
 
-def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
+def run_sections(runs: Sequence[Run], groups: Sequence[Group[Run]]) -> list[Section]:
     """What came out, and all curves; groups are numbered alike in every chart, and keep their colour."""
     if not runs:
         return []
@@ -47,7 +47,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 
-def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group]) -> Section:
+def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group[Run]]) -> Section:
     key, order = ranked(groups)
     columns = {name.replace("_", " "): name for name in (key, "best_accuracy", "train_loss", "total_seconds")}
     columns = {title: name for title, name in columns.items() if any(group.values(name) for group in groups)}
@@ -82,7 +82,7 @@ def _last(run: Run) -> dict[str, Any]:
     return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
 
 
-def _states(group: Group) -> str:
+def _states(group: Group[Run]) -> str:
     counts = Counter(map(state_of, group.runs))
     return ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts.items())
 
@@ -122,7 +122,7 @@ def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
     return [TableData(title="Flatness of the final models", headings=["run", *headings], rows=rows)]
 
 
-def _curves(groups: Sequence[Group]) -> Section:
+def _curves(groups: Sequence[Group[Run]]) -> Section:
     charts = []
     for key, (title, y_label, log_y) in _OF_EPOCHS.items():
         for x_key, x_label in (("step", "step"), ("total_seconds", "seconds since the start")):
@@ -143,7 +143,7 @@ def _distance_chart(title: str, series: Sequence[Series]) -> Chart:
     return _chart(title, "step", _DISTANCE, kept, True, note)
 
 
-def _statistics(groups: Sequence[Group]) -> Section:
+def _statistics(groups: Sequence[Group[Run]]) -> Section:
     def curves(*keys: str) -> list[Series]:
         return _each(groups, _valid, lambda row: _part(row, *keys))
 
@@ -214,7 +214,7 @@ def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
     return Series(name="median", x=steps, y=middle, low=[*map(min, found)], high=[*map(max, found)], color=0)
 
 
-def _topologies(groups: Sequence[Group]) -> Section:
+def _topologies(groups: Sequence[Group[Run]]) -> Section:
     """Each topology once, with the groups that have it."""
     found: dict[str, tuple[list[str], dict[str, Any], str]] = {}
     for group in groups:
@@ -246,8 +246,8 @@ def _is_pair(value: Any) -> bool:
 
 
 def _each(
-    groups: Sequence[Group], rows: Callable[[Run], Sequence[dict[str, Any]]], value: Callable[[dict[str, Any]], Any],
-    x_key: str = "step",
+    groups: Sequence[Group[Run]], rows: Callable[[Run], Sequence[dict[str, Any]]],
+    value: Callable[[dict[str, Any]], Any], x_key: str = "step",
 ) -> list[Series]:  # fmt: skip
     """A curve for each group: of several runs the mean at each step of those that reached it, with a band."""
     return [

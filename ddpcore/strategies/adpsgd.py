@@ -151,6 +151,7 @@ class ADPSGD(Strategy):
             transports=("virtual", "shm", "pg") if of_ranks else ("virtual",),
             transports_because="" if of_ranks else "speeds is for virtual learners, and ranks are as fast as they are",
             no_mean="adpsgd computes gradients at older weights than those that it averages",
+            no_shards="the ranks of a learner would average with others at different times: take dpsgd",
             no_deaths="learners that die or join are not supported: take on_failure='raise', or dpsgd",
         )
 

@@ -46,6 +46,7 @@ class Traits:
         quarantines: a learner can take the average of its neighbours, without its own weights.
         no_mean: why the mean of the learners' weights is not what they train, as a clause; empty if it is.
         no_deaths: why no learner may die or join, as a clause with what to do; empty if learners may.
+        no_shards: why a learner may not be sharded over ranks, as a clause with what to do; empty if it may.
     """
 
     averages_gradients: bool = False
@@ -62,6 +63,7 @@ class Traits:
     quarantines: bool = False
     no_mean: str = ""
     no_deaths: str = ""
+    no_shards: str = ""
 
 
 ALL = 0

@@ -17,7 +17,7 @@ from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
-from ddpcore.strategies.learner import Learner, check_unchanged, versions
+from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
@@ -178,7 +178,6 @@ class DPSGD(Strategy):
         self.consensus = consensus
         self._reference_lr: float | None = None  # of the consensus
         self._published = None if compression is None else Published(compression)
-        self._versions: list[int] = []  # of the parameters, when neighbours began to read them
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether before_forward ran in this step
         self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
@@ -272,8 +271,6 @@ class DPSGD(Strategy):
             published = self._published.rows_LP
         elif self.staleness:
             rows = published = weights_LP.clone()
-        else:
-            self._versions = versions(learner.flat)
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
         exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(
             rows, self._mixing(learner, step), step
@@ -309,7 +306,7 @@ class DPSGD(Strategy):
             exchange.quarantine(self._quarantined)
             self._quarantined = set()
         if published is None:
-            check_unchanged(learner.flat, self._versions)
+            learner.check_unchanged()
         decode = None if self._published is None else partial(self._published.decode, like_LP=weights_LP)
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step

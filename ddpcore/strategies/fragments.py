@@ -52,7 +52,7 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
             raise ValueError(
                 f"local_sgd: fragments is {fragments}, and the model has {len(segments)} parameters: take fewer"
             )
-        owners = _by_size([segment.numel for segment in segments], fragments)
+        owners = _by_size([whole.numel() for whole in flat.parameters[: len(segments)]], fragments)  # also of DTensors
         number = fragments
     else:
         owners = [_owner(segment.name, fragments) for segment in segments]

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Exchange
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
-from ddpcore.strategies.learner import Learner, check_unchanged, versions
+from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_CHECKED
 from ddpcore.topology.pairs import RandomPair
@@ -53,7 +53,6 @@ class GradientTracking(Strategy):
         self._message_LX: Tensor | None = None  # w(t) and q, [L, 2 P]
         self._gradient_LP: Tensor | None = None  # g(t-1)
         self._exchange: Exchange | None = None
-        self._versions: list[int] = []  # of the parameters, when w(t) was sent
 
     def __repr__(self) -> str:
         return f"GradientTracking({self.topology!r})"
@@ -81,7 +80,6 @@ class GradientTracking(Strategy):
             self._gradient_LP = torch.zeros_like(weights_LP)
         learner.check_sent()
         self._message_LX[:, : flat.numel] = weights_LP
-        self._versions = versions(flat)
         self._exchange = learner.comm.exchange(self._message_LX, self.topology, learner.step)
 
     @override
@@ -94,7 +92,7 @@ class GradientTracking(Strategy):
         assert self._gradient_LP is not None
         flat, exchange, self._exchange = learner.flat, self._exchange, None
         exchange.mixture().apply_(self._message_LX)
-        check_unchanged(flat, self._versions)
+        learner.check_unchanged()
         weights_LP, tracked_LP = self._message_LX.split(flat.numel, dim=1)
         if not flat.gather_grads():  # a learner without a gradient still follows that of the others
             for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator, LiveWeights
-from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow, wide
+from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 
 ON_NONFINITE = ("raise", "skip", "quarantine")
 
@@ -74,16 +76,9 @@ def suspects(sums_L: Tensor) -> list[int]:
     return [row for row, total in enumerate(sums_L.tolist()) if not math.isfinite(total)]
 
 
-def suspect_rows(rows_LX: Tensor) -> list[int]:
-    """The rows that may hold a number that is not finite. It waits for the device."""
-    if len(rows_LX) > 1 or is_narrow(rows_LX.dtype):
-        return suspects(row_sums(rows_LX))
-    return [] if math.isfinite(rows_LX.sum().item()) else [0]  # a third of the time for small models
-
-
 def is_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all floating-point and complex numbers of the tensors are finite."""
-    numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    numbers = [local(tensor.detach()) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     found = [tensor._values() if tensor.is_sparse else tensor for tensor in numbers]
     return all(bool(tensor.isfinite().all()) for tensor in found)
 
@@ -97,23 +92,14 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-def versions(flat: FlatParameters) -> list[int]:
-    """How often autograd has seen each parameter change."""
-    return [parameter._version for parameter in flat.parameters]
+class Watch(Protocol):
+    """The checks of weights that are sent: ``ddpcore.distributed.watch.LoopWatch``."""
 
+    def check_sent(self, columns_LX: Tensor | None) -> None:
+        """See :meth:`Learner.check_sent`."""
 
-def check_unchanged(flat: FlatParameters, before: list[int]) -> None:
-    """Raise RuntimeError if a parameter has changed since :func:`versions`, while neighbours read the weights."""
-    if versions(flat) != before:
-        raise RuntimeError(
-            "weights were changed between a forward pass and the next step, while neighbours read them: "
-            "change them after a step, or evaluate under torch.no_grad()"
-        )
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which no number can be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    def check_unchanged(self) -> None:
+        """See :meth:`Learner.check_unchanged`."""
 
 
 @dataclass
@@ -130,6 +116,7 @@ class Learner:
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
         live: the weights that peers change at any time, if they are not those of the models; else None.
+        watch: checks the weights that are sent. ``distribute`` sets it.
     """
 
     flat: FlatParameters
@@ -141,6 +128,7 @@ class Learner:
     shares: Tensor | None = None
     share_mean: float = 1.0
     live: LiveWeights | None = None
+    watch: Watch | None = None
 
     @torch.no_grad()
     def living(self, rows: list[int]) -> list[int]:
@@ -149,6 +137,19 @@ class Learner:
         if membership is None or len(self.models) == 1:
             return rows
         return [row for row in rows if row in membership.members]
+
+    def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
+        """The first parameter that is not finite, of those of these rows that take part and have one.
+
+        Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
+        """
+        found = {
+            row: name for row in self.living(rows) if (name := first_nonfinite(self.models[row], gradients=gradients))
+        }
+        if self.flat.shards is None:
+            return found
+        num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)
+        return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
 
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
         """Check that weights which are about to be sent are finite. It costs one sum over them.
@@ -159,20 +160,17 @@ class Learner:
         Raises:
             NonFiniteError: they are not, such as after a step that overflowed. Nothing was sent.
         """
-        weights_LX = self.flat.param_LP if columns_LX is None else columns_LX
-        if self.comm.num_learners == 1 or is_capturing(weights_LX):
-            return
-        rows = self.living(suspect_rows(weights_LX))
-        named = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=False))}
-        if named:
-            raise NonFiniteError(
-                [
-                    NonFinite(
-                        step=self.step, learner=self.comm.learners[row], parameter=name, what="weights", action="raise"
-                    )
-                    for row, name in named.items()
-                ]
-            )
+        if self.watch is not None:
+            self.watch.check_sent(columns_LX)
+
+    def check_unchanged(self) -> None:
+        """Check that the program has not changed the weights since :meth:`check_sent`, while neighbours read them.
+
+        Raises:
+            RuntimeError: it has, by an operation that raises the version of a tensor.
+        """
+        if self.watch is not None:
+            self.watch.check_unchanged()
 
     @torch.no_grad()
     def weights(self) -> Tensor:
@@ -202,10 +200,18 @@ class Learner:
         if average_LP.dtype not in KERNEL_DTYPES:
             apart_LP = average_LP.sub_(weights_LP)
             parts = [apart_LP[:, segment.offset : segment.offset + segment.numel] for segment in flat.segments]
-            return torch.stack([part.double().square().sum(dim=1) for part in parts]).sum(dim=0)
+            return self.whole(torch.stack([part.double().square().sum(dim=1) for part in parts], dim=1))
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
-        sums = [
-            ops.noise_sums([row], [*bounds, flat.numel], average)[::2].sum()  # every second interval is padding
+        sums_LS = [
+            ops.noise_sums([row], [*bounds, flat.numel], average)[::2]  # every second interval is padding
             for row, average in zip(weights_LP, average_LP, strict=True)
         ]
-        return torch.stack(sums)
+        return self.whole(torch.stack(sums_LS))
+
+    def whole(self, sums_LS: Tensor) -> Tensor:
+        """The sum ``[L]`` over segments, and over the shards of a sharded learner. Collective over its ranks."""
+        shards, flat = self.flat.shards, self.flat
+        if shards is None:
+            return sums_LS.sum(dim=1)
+        replicas = [shards.replicas(parameter) for parameter in flat.parameters]
+        return shards.add_((sums_LS / torch.tensor(replicas, device=sums_LS.device)).sum(dim=1))

@@ -60,6 +60,7 @@ class NoisySSGD(SSGD):
             stays_identical=True,
             takes_closure=False,
             acts_in_forward=self.where == "per_learner",
+            no_shards="the noise of a weight depends on its place in the whole model: take ssgd",
             fixed_layout=True,  # the noise of an element depends on its position in the buffer
         )
 

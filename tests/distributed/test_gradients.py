@@ -65,6 +65,22 @@ def test_nested_no_sync_stays_paused() -> None:
     assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
 
 
+def test_a_step_inside_no_sync_has_no_average_and_does_not_excuse_the_next() -> None:
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    inputs, labels = training.samples(2, 4)
+    with handle.no_sync():
+        training.loss_of(handle.model(inputs), labels).backward()
+        optimizer.step()
+    first, second = training.weights_of_learners(handle)
+    assert not torch.equal(first, second)
+    for one in handle.models:
+        next(one.parameters()).grad = torch.ones_like(next(one.parameters()))
+    with pytest.raises(RuntimeError, match="gradients were set or changed without a backward pass"):
+        optimizer.step()
+
+
 def test_gradients_are_the_mean_right_after_backward() -> None:
     model, plain = training.mlp(), training.mlp()
     optimizer = FusedSGD(model.parameters(), lr=0.1)

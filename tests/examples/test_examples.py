@@ -36,13 +36,14 @@ def torchrun(folder: Path, script: str, *words: object) -> str:
     return done.stdout
 
 
-def two_ranks(folder: Path, script: str, *words: object) -> list[str]:
+def two_ranks(folder: Path, script: str, *words: object, num: int = 2) -> list[str]:
     """What each rank prints, started with torchrun's variables and without the seconds that torchrun takes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num)}
+    shared |= {"LOCAL_WORLD_SIZE": str(num)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test"}
-    logs, started = [ranks.log_folder(folder, rank) for rank in range(2)], []
-    for rank in range(2):
+    logs, started = [ranks.log_folder(folder, rank) for rank in range(num)], []
+    for rank in range(num):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [str(EXAMPLES / script), *map(str, words)]
         started.append(forked.start(command, logs[rank], ranks.environment() | shared | own, folder))
@@ -54,7 +55,7 @@ def two_ranks(folder: Path, script: str, *words: object) -> list[str]:
     printed = [forked.output(log) for log in logs]
     for log in logs:
         shutil.rmtree(log)
-    assert codes == [0, 0], printed
+    assert codes == [0] * num, printed
     return [out for out, _ in printed]
 
 
@@ -162,6 +163,13 @@ def test_average_for_deployment(tmp_path: Path) -> None:
     printed = run(tmp_path, "average_for_deployment.py", "--steps", 60, "--out", "averaged.safetensors")
     assert min(numbers(r"accuracy ([\d.]+)", printed)) > 0.5
     assert f"{(tmp_path / 'averaged.safetensors').stat().st_size} bytes" in printed
+
+
+@pytest.mark.slow
+def test_fsdp2_diloco(tmp_path: Path) -> None:
+    printed, *others = two_ranks(tmp_path, "fsdp2_diloco.py", "--steps", 60, num=4)
+    assert numbers(r"accuracy ([\d.]+)", printed)[0] > 0.5 and others == ["", "", ""]
+    assert numbers(r"consensus distance ([\d.]+)", printed) == [0]  # the last step averages
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ class Ended(NamedTuple):
     members: tuple[int, ...]
     said: list[str]
     slowest: float  # seconds of the longest step
+    oldest: dict[int, int]  # by an operation in which a rank dies: the first one in progress when it begins
     first_step: int = 0  # of a rank that joined
     mine: int = 0  # the id of the rank
 
@@ -118,6 +119,7 @@ class ElasticRun(SmallRun):
         self.handle: Any = None
         self.slowest = 0.0
         self._first_step = 0
+        self._oldest: dict[int, int] = {}
 
     def _start(self, seed: int) -> Any:
         started = super()._start(seed)
@@ -141,10 +143,15 @@ class ElasticRun(SmallRun):
 
     def _plan_death(self) -> None:
         fabric = self.handle.comm._fabric
-        begin = fabric.begin
+        begin, done = fabric.begin, fabric.done
+        in_progress: set[int] = set()
+        deaths = {number for _, number, _ in self._trial.deaths}
         mine = [death for death in self._trial.deaths if death[0] == self._rank]
 
         def begin_or_die(operation: Any) -> None:
+            in_progress.add(operation.number)
+            if operation.number in deaths:
+                self._oldest[operation.number] = min(in_progress)
             late = [late for _, number, late in mine if number == operation.number]
             if late == [False]:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -152,13 +159,17 @@ class ElasticRun(SmallRun):
             if late == [True]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        fabric.begin = begin_or_die
+        def done_and_noted(operation: Any) -> None:
+            in_progress.discard(operation.number)
+            done(operation)
+
+        fabric.begin, fabric.done = begin_or_die, done_and_noted
 
     def ended(self, result: Result) -> Ended:
         """What this process ends with."""
         handle = self.handle
         members = handle.comm.membership.members
-        return Ended(result, handle.changes, members, [], self.slowest, self._first_step, self._rank)
+        return Ended(result, handle.changes, members, [], self.slowest, self._oldest, self._first_step, self._rank)
 
     def _step(self, *args: Any) -> Tensor:
         if self._is_real:

@@ -68,7 +68,7 @@ def test_a_report(browser: Any, page_file: Path) -> None:
     assert page.locator("figure img:visible").count() == 0, "charts stand in for the static pictures"
     assert page.locator("b").count() == 0
     page.locator("summary").first.click()
-    first = page.locator("table:has(th:text-is('seed'))")
+    first = page.locator("table:has(th button:text-is('seed'))")
     cells = lambda: first.locator("tbody tr td:first-child").all_inner_texts()  # noqa: E731
     assert cells() == ["first", "<b>second<-b>"]
     head = first.locator("th button").first

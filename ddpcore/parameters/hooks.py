@@ -1,12 +1,15 @@
-"""Whether hooks of a program may act on gradients that autograd accumulates."""
+"""Hooks of parameters: those of a program, which may act on a gradient, our own, and methods without compilation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -53,3 +56,30 @@ def _has_node(parameter: Tensor) -> bool:
     first["ddpcore"] = True
     second: Any = get_gradient_edge(parameter).node.metadata
     return "ddpcore" in second
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (found := reference()) is not None:
+            found(parameter)
+
+    return hook
+
+
+@functools.cache
+def exclude_from_compilation(kind: type[Any], *names: str, recursive: bool = True, reason: str | None = None) -> None:
+    """Apply ``torch.compiler.disable`` to methods of a class. Call it when an object of the class is made.
+
+    As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
+    as importing torch.
+
+    Args:
+        kind: the class.
+        names: of its methods.
+        recursive, reason: see ``torch.compiler.disable``.
+    """
+    for name in names:
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))

@@ -1,0 +1,478 @@
+"""The checks while a model trains: what the loop does that a strategy would not see, and numbers that are not finite.
+
+Errors name the cause, and come before a step changes any weight. docs/performance.md says what they cost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, is_
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import stateless
+
+from ddpcore.distributed.alike import check_alike
+from ddpcore.distributed.calls import callers, num_registered, register
+from ddpcore.distributed.guards import wrapper_of
+from ddpcore.optim.base import FusedOptimizer
+from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.weight_step import LARGE
+from ddpcore.parameters.shards import local
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.learner import (
+    Learner,
+    NonFinite,
+    NonFiniteError,
+    row_sums,
+    suspects,
+)
+
+_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
+
+
+class LoopWatch:
+    """Checks forward passes, gradients, weights and calls of ``step()`` of one handle.
+
+    Args:
+        learner: weights, gradients and optimizer. It gets this object as its ``watch``.
+        strategy: says what a step averages, and quarantines.
+        on_nonfinite: one of ``ON_NONFINITE``, checked.
+
+    Attributes:
+        num_passes: forward passes of this step that record gradients.
+        found: gradients that were not finite, by step. Averaged gradients are alike on all ranks, and so is this list
+            then; else it has only learners of this process. In a group whose average is not finite, a rank names its
+            own learners, or the average (None) if their gradients were finite.
+    """
+
+    _sample: Tensor | None  # weights at the second forward pass of a step
+
+    def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
+        flat, models = learner.flat, learner.models
+        self.learner, self._flat, self._strategy, self._mode = learner, flat, strategy, on_nonfinite
+        self._members = set(map(id, flat.parameters))
+        self._known = {id(parameter) for model in models for parameter in model.parameters()}
+        self._frame: FrameType | None = None  # the outermost call of step(); it may have ended by an exception
+        register(self)
+        self._read_structure()
+        self._segments: object = None
+        self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
+        self._is_apart = False  # whether a step had no average, so that weights may differ
+        self.restart()
+        self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
+        self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
+        self._sent: list[int] = []  # when they were sent
+        self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
+        self.found: list[NonFinite] = []
+        self._has_buffers = any(self._buffers(row) for row in range(len(models)))
+        self._kept: list[list[Tensor]] = []  # copies of each model's buffers
+        if on_nonfinite == "quarantine":
+            strategy.quarantine(set())
+        if flat.num_rows > 1 and not strategy.traits.averages_gradients:
+            flat.on_gradients.append(self._note_all)
+            note = partial(_note, self._noted)
+            for parameter in flat.parameters:
+                parameter.register_post_accumulate_grad_hook(note)
+        learner.watch = self
+
+    # ---- calls of step(): only the outermost is a step of training ----
+    # A subclass whose step() calls super().step() runs the hooks twice, and an optimizer that wraps another steps the
+    # same parameters by it.
+
+    def begin_call(self, frame: FrameType) -> bool:
+        """``frame`` is that of a call of ``step()``. Returns whether it is the outermost call."""
+        if self.has_called(frame):
+            return False
+        self._frame = frame
+        return True
+
+    def end_call(self, frame: FrameType) -> bool:
+        """Returns whether ``frame`` is the outermost call, which ends now, or is no step of training."""
+        if self._frame is not frame:
+            return False
+        self._frame = None
+        return True
+
+    def has_called(self, frame: FrameType) -> bool:
+        """Whether the outermost call has called ``frame``."""
+        return self._frame is not None and any(one is self._frame for one in callers(frame))
+
+    def creates_states_only(self) -> bool:
+        """Whether there was no forward pass, and all learning rates and all gradients are zero.
+
+        ``torch.distributed.checkpoint`` takes such a step to make the optimizer create its states.
+        """
+        groups = self.learner.optimizer.param_groups
+        if self.num_passes or not all("lr" in group and float(group["lr"]) == 0 for group in groups):
+            return False
+        gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+
+    # ---- before a forward pass ----
+
+    def is_own_pass(self, module: nn.Module) -> bool:
+        """Whether the forward pass of a model that begins uses the learner's weights, in a plain autograd graph.
+
+        Raises:
+            RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
+        """
+        if torch._C._functorch.maybe_current_level() is not None:
+            return False  # torch.func.grad or vmap
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is not None and not set(self.learner.models).isdisjoint(ddp.modules()):
+            raise RuntimeError(
+                "DistributedDataParallel wraps a model that distribute() trains, so gradients are averaged twice: call "
+                "the model without it"
+            )
+        if self._registered != num_registered() or self._ids != list(map(id, map(dict.get, self._owners, self._names))):
+            if any(one.f_code is stateless._functional_call.__code__ for one in callers(sys._getframe())):
+                return False  # torch.func.functional_call has replaced the parameters for this pass
+            self._check_structure()
+            self._read_structure()
+        self._called.add(module is not self.learner.models[0])
+        return True
+
+    def _read_structure(self) -> None:
+        modules = [module for model in self.learner.models for module in model.modules()]
+        modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+        self._places = [(module, name, value) for module in modules for name, value in module._parameters.items()]
+        self._owners = [module._parameters for module, _, _ in self._places]
+        self._names = [name for _, name, _ in self._places]
+        self._ids = [id(value) for _, _, value in self._places]
+        self._registered = num_registered()
+
+    def _check_structure(self) -> None:
+        """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
+        advice = "do it before distribute(), or change weights in place, with copy_"
+        modules, present = {module for model in self.learner.models for module in model.modules()}, set()
+        for model in self.learner.models:
+            for name, module in model.named_modules():
+                if wrapper := wrapper_of(module):
+                    raise RuntimeError(f"module {name} was wrapped by {wrapper} after distribute(): {advice}")
+            for name, parameter in model.named_parameters():
+                present.add(id(parameter))
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise RuntimeError(f"parameter {name} was added or replaced after distribute(): {advice}")
+        trained = dict(zip(map(id, self._flat.parameters), self._flat.names * self._flat.num_rows, strict=True))
+        for module, key, value in self._places:
+            if id(value) in trained and id(value) not in present and module in modules and hasattr(module, key):
+                raise RuntimeError(f"parameter {trained[id(value)]} was replaced after distribute(): {advice}")
+
+    def before_pass(self) -> None:
+        """Before the strategy is called: check the buffers, and copy those of batch norm, which a pass changes."""
+        self._check_buffers()
+        if self._mode == "raise" or not self._has_buffers or self.num_passes:
+            return
+        rows = range(len(self.learner.models))
+        self._kept = self._kept or [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
+        for row in rows:
+            torch._foreach_copy_(self._kept[row], self._buffers(row))
+
+    def count_pass(self, *, by_weights: bool) -> None:
+        """Count a forward pass.
+
+        Args:
+            by_weights: whether the strategy averages weights in this step. Then a program that never calls ``step()``
+                is refused, because its learners would not average.
+
+        Raises:
+            RuntimeError: the weights were changed between forward passes of a step, more than once.
+        """
+        self.num_passes += 1
+        num = self.num_passes
+        if not by_weights or num < 2:
+            return
+        if num == 2:
+            self._sample = self._weight_bits()
+        elif num > 3 and num & (num - 1):
+            return  # compare seldom, because the host waits for the device
+        elif self._sample is not None and not torch.equal(self._sample, self._weight_bits()):
+            raise RuntimeError(
+                "weights were changed between several forward passes without optimizer.step(), so learners would not "
+                "average: change them by the optimizer that distribute() got, or run such passes under no_grad"
+            )
+
+    def _weight_bits(self) -> Tensor:
+        stride = self._flat.numel // 256 | 1  # odd, because each parameter begins at a multiple of 16
+        return self._flat.param_LP.detach()[:, ::stride].contiguous().view(torch.uint8).clone()
+
+    def restart(self) -> None:
+        """A new step begins, or other states were loaded."""
+        self.num_passes, self._sample = 0, None
+        self._averaged = False  # whether a backward pass of this step has averaged gradients, or may leave it out
+        self._has_average = False  # whether gradients of this step are an average
+        self._is_late = False  # whether a pass inside no_sync has added to that average
+
+    # ---- gradients ----
+
+    def note_message(self, columns: Tensor) -> None:
+        """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
+        self._sums[int(columns.storage_offset())] = row_sums(columns)
+
+    def begin_pause(self) -> None:
+        """At the start of ``no_sync``, which asks for no average."""
+        self._averaged = True
+
+    def end_pause(self, num_gradients: int) -> None:
+        """At the end of ``no_sync``, in which so many gradients came."""
+        self._is_late |= self._has_average and num_gradients > 0
+
+    def check_alike(self) -> None:
+        """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
+        if not self._has_average and self._strategy.traits.stays_identical:
+            check_alike(self.learner, is_apart=self._is_apart)
+
+    def note_average(self) -> None:
+        """After a backward pass that averaged gradients."""
+        self._averaged, self._has_average, self._is_late = True, True, False
+        if self._flat.num_rows > 1:
+            self._note_all()
+
+    def _note_all(self) -> None:
+        grads = map(_gradient_of, self._flat.parameters)
+        self._noted |= {
+            key: grad._version for key, grad in zip(self._flat.index, grads, strict=True) if grad is not None
+        }
+
+    def _check_averaged(self) -> None:
+        """Check, if no backward pass averaged gradients, that a step only repeats those of the last step."""
+        unchanged = list(map(_version_of, self._flat.grad_views)) == self._stepped
+        for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True):
+            if parameter.grad is not None and not (unchanged and parameter.grad is view):
+                raise RuntimeError(
+                    f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
+                    "averaged: call backward() before step()"
+                )
+
+    def _check_rows(self) -> bool:
+        """Check that what was done to gradients after the backward pass was done for every virtual learner.
+
+        Returns:
+            Whether nothing was done.
+        """
+        flat, noted = self._flat, dict(self._noted)
+        self._noted.clear()  # the hooks hold this object
+        grads = map(_gradient_of, flat.parameters) if noted else ()
+        pairs = zip(flat.index, grads, strict=False)
+        versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
+        changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
+        if not changed:
+            return True
+        num = len(flat.segments)
+        known = [flat.index[key] for key in noted]
+        for segment in sorted({index % num for index in changed}):
+            rows = {index // num for index in changed if index % num == segment}
+            if rows != {index // num for index in known if index % num == segment}:
+                raise RuntimeError(
+                    f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
+                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
+                    "for each of handle.models"
+                )
+        return False
+
+    # ---- a step ----
+
+    def before_step(self, closure: Callable[[], Any] | None) -> None:
+        """Check everything that a step uses. Collective if averages of all learners are not finite.
+
+        Args:
+            closure: of the call of ``step()``. Its gradients do not exist yet.
+
+        Raises:
+            RuntimeError: the loop was misused.
+            NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
+        """
+        strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
+        if closure is not None and not strategy.traits.takes_closure:
+            raise RuntimeError(
+                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning set "
+                "automatic_optimization = False"
+            )
+        if len(self.learner.models) > 1 and self._called == {False}:
+            raise RuntimeError(
+                "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
+                "each of handle.models"
+            )
+        if closure is None and not self._averaged and plan.averages_gradients:
+            self._check_averaged()
+        if self._is_late:
+            raise RuntimeError(
+                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
+                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
+            )
+        if strategy.traits.acts_in_forward and not self.num_passes and closure is None:
+            raise RuntimeError(
+                f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
+                "model.forward or a part of it"
+            )
+        self._check_parameters()
+        self._check_optimized()
+        is_unchanged = self._check_rows()
+        if closure is None:
+            self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
+
+    def after_optimizer(self) -> None:
+        """After the optimizer's step."""
+        self._is_apart |= not self._has_average
+        self.restart()
+
+    def end_step(self) -> None:
+        """At the end of a step, whose averaged gradients a later step may use again."""
+        if self._strategy.traits.averages_gradients:
+            self._stepped = list(map(_version_of, self._flat.grad_views))
+
+    def _versions(self) -> list[int]:
+        return list(map(_version_of, self._flat.parameters))
+
+    def _check_buffers(self) -> None:
+        """Check that both flat buffers are where they were allocated."""
+        flat = self._flat
+        if self._segments is not flat.segments:  # allocated anew
+            self._segments, self._grad_start = flat.segments, flat.grad_LP.data_ptr()
+            self._sizes = [view.numel() for view in flat.param_views]
+            index = next((index for index, size in enumerate(self._sizes) if size), 0)
+            self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
+        index, offset = self._first  # of the first segment that is not empty
+        if flat.param_LP.data_ptr() + offset != flat.param_pointers[index]:
+            raise RuntimeError(_MOVED.format("parameters"))
+        if flat.grad_LP.data_ptr() != self._grad_start:
+            raise RuntimeError(_MOVED.format("gradients"))
+
+    def _check_parameters(self) -> None:
+        """Check that each parameter is still its view of the flat buffer."""
+        flat = self._flat
+        self._check_buffers()
+        if flat.current_grad_pointers() != flat.grad_pointers:  # the program has set grad.data
+            flat.renew_grad_views()
+        parts = flat.locals(flat.parameters)
+        found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
+        if found == ([*flat.param_pointers], self._sizes):
+            return
+        places = zip(flat.names * flat.num_rows, *found, flat.param_pointers, self._sizes, strict=True)
+        name = next(name for name, *own, pointer, size in places if own != [pointer, size])
+        raise RuntimeError(
+            f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): change weights in "
+            "place, with copy_"
+        )
+
+    def _check_optimized(self) -> None:
+        """Check that the optimizer steps no parameter that was added."""
+        for group in self.learner.optimizer.param_groups:
+            if self._members.issuperset(map(id, group["params"])):
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._members:
+                    raise RuntimeError(
+                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
+                        "do that before distribute(), and freeze a parameter by a zero learning rate"
+                    )
+
+    # ---- numbers that are not finite ----
+
+    def _check_finite(self, *, one_row: bool) -> None:
+        """Check the gradients that a step uses. Steps of a ``GradScaler`` are the scaler's; a CUDA graph is not read.
+
+        Args:
+            one_row: whether the gradients of all learners are alike.
+        """
+        learner, optimizer = self.learner, self.learner.optimizer
+        sums, self._sums = list(self._sums.values()), {}
+        if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
+            return
+        named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
+        if not named:
+            return
+        first, held = named[min(named)], learner.comm.learners
+        covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
+        if sums and covers_all_learners:
+            total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
+            all_sums = learner.comm.gather(total if shards is None else shards.add_(total))
+            found = [self._event(one, first) for one in suspects(all_sums)]
+        else:  # other groups know nothing of it, so nothing is gathered
+            own = set(suspects(torch.stack(sums).sum(dim=0)) if sums else named)
+            found = [self._event(held[row], name) for row, name in named.items() if row in own]
+        found = found or [self._event(None, first)]
+        if self._mode == "raise":
+            raise NonFiniteError(found)
+        self.found += found
+        self._leave_out(found, range(learner.flat.num_rows) if sums and covers_all_learners else list(named))
+
+    def _event(self, learner: int | None, name: str, what: str = "gradient") -> NonFinite:
+        step, action = (self.learner.step + 1, self._mode) if what == "gradient" else (self.learner.step, "raise")
+        return NonFinite(step=step, learner=learner, parameter=name, what=what, action=action)
+
+    def _suspects(self, one_row: bool) -> list[int]:
+        """Rows whose gradients may not be finite, from one sum over the gradients."""
+        flat = self._flat
+        gradients = list(map(_gradient_of, flat.parameters))
+        one_row = one_row and all(map(is_, gradients, flat.grad_views))
+        if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
+            flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
+            gradients = list(map(_gradient_of, flat.parameters))
+        if all(map(is_, gradients, flat.grad_views)):
+            sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
+        else:
+            num = len(flat.segments)
+            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
+        found = suspects(sums)
+        return list(range(flat.num_rows)) if one_row and found else found
+
+    def _leave_out(self, found: list[NonFinite], rows: range | list[int]) -> None:
+        """Remove the gradients of some rows, so that any optimizer leaves these parameters and their states alone."""
+        learner = self.learner
+        for row in rows:
+            for parameter in learner.models[row].parameters():
+                parameter.grad = None
+        held = {one: row for row, one in enumerate(learner.comm.learners)}
+        for row in [held[event.learner] for event in found if event.learner in held]:
+            if self._kept:
+                torch._foreach_copy_(self._buffers(row), self._kept[row])
+        if self._mode == "quarantine":
+            self._strategy.quarantine({event.learner for event in found if event.learner is not None})
+
+    def _buffers(self, row: int) -> list[Tensor]:
+        return list(self.learner.models[row].buffers())
+
+    def check_sent(self, columns_LX: Tensor | None) -> None:
+        """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
+        learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
+        self._sent = self._versions()
+        if learner.comm.num_learners == 1 or is_capturing(weights_LX):
+            return
+        named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
+        if named:
+            raise NonFiniteError(
+                [self._event(learner.comm.learners[row], name, "weights") for row, name in named.items()]
+            )
+
+    def check_unchanged(self) -> None:
+        """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
+        if self._sent != self._versions():
+            raise RuntimeError(
+                "weights were changed between a forward pass and the next step, while neighbours read them: change "
+                "them after a step, or evaluate under torch.no_grad()"
+            )
+
+
+_MOVED = (
+    "the memory of the {} has moved (share_memory(), or a parameter or gradient was sent to another process), so other "
+    "learners do not see it: send a clone, parameter.detach().clone()"
+)
+
+
+def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
+    given = [one._values() if one.is_sparse else local(one) for one in gradients if one is not None]
+    sums = [row_sums(one.reshape(1, -1)) for one in given]
+    return torch.stack(sums).sum() if sums else torch.zeros(())
+
+
+def _note(noted: dict[int, int], parameter: Tensor) -> None:
+    """After autograd has written a gradient."""
+    if parameter.grad is not None:
+        noted[id(parameter)] = parameter.grad._version

@@ -1,0 +1,104 @@
+"""Models whose parameters are DTensors: FSDP2, HSDP, torch's ``replicate`` and tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor. The class itself is not imported, because that takes long."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Any) -> Tensor:
+    """The part of a DTensor on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def placements_of(tensor: Any) -> Any:
+    """The placements of a DTensor, one for each dimension of its mesh."""
+    return tensor.placements
+
+
+def mesh_of(tensor: Any) -> Any:
+    """The device mesh of a DTensor."""
+    return tensor.device_mesh
+
+
+class Shards:
+    """This rank's part of one learner, all of whose parameters are DTensors.
+
+    FSDP2 owns the memory of its shards and gathers the weights of a layer from it. So :meth:`move` tells FSDP2 where a
+    shard lies, together with the padding that FSDP2 sends.
+
+    Args:
+        model: such a model.
+
+    Attributes:
+        mesh: the largest mesh of its parameters, which has all ranks of the learner.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+        self._owners = {id(owner.sharded_param): owner for module in self._modules for owner in fsdp_parameters(module)}
+        self.mesh = max((mesh_of(one) for one in model.parameters()), key=lambda mesh: int(mesh.size()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+        return self
+
+    def room(self, parameter: Tensor) -> int:
+        """The elements of a shard, with the padding of FSDP2."""
+        owner = self._owners.get(id(parameter))
+        return local(parameter).numel() if owner is None else owner.padded_sharded_param_size.numel()
+
+    def move(self, parameter: Any, view: Tensor) -> None:
+        """Let a parameter lie at a view, behind which there is memory for its padding."""
+        parameter._local_tensor = view
+        if (owner := self._owners.get(id(parameter))) is not None:
+            size = owner.padded_sharded_param_size.numel()
+            owner._sharded_param_data = view.as_strided((size,), (1,), view.storage_offset())
+
+    def gradient(self, parameter: Any, view: Tensor) -> Any:
+        """The DTensor of a parameter's layout that lies at a view."""
+        given = parameter.detach()
+        given._local_tensor = view
+        return given
+
+    def reshard(self) -> None:
+        """Free the gathered weights, so that the next forward pass gathers them anew."""
+        for module in self._modules:
+            module.reshard()
+
+    def replicas(self, parameter: Tensor) -> int:
+        """How many ranks of the learner hold the same shard of a parameter."""
+        mesh, num = mesh_of(parameter), 1
+        for dim, placement in enumerate(placements_of(parameter)):
+            num *= int(mesh.size(dim)) if placement.is_replicate() else 1
+        return num * (int(self.mesh.size()) // int(mesh.size()))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups of ranks along each dimension of the mesh."""
+        return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+
+    def add_(self, sums: Tensor) -> Tensor:
+        """Add sums over all ranks of the learner, in place. Collective over these ranks."""
+        for group in self.groups:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+    def leave(self, parameter: Any) -> None:
+        """Give a parameter memory of its own."""
+        part = local(parameter).detach()
+        own = part.new_zeros(self.room(parameter))[: part.numel()].view(part.shape)
+        self.move(parameter, own.copy_(part))
+
+
+def fsdp_parameters(module: Any) -> list[Any]:
+    """What FSDP2 keeps of the parameters that a module gathers."""
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [owner for group in groups if group is not None for owner in group.fsdp_params]

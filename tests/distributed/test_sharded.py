@@ -1,0 +1,119 @@
+"""Learners of several ranks: FSDP2, HSDP, replicate and tensor parallelism inside ``distribute(mesh=)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers import ranks
+from helpers.each import each
+
+# FSDP2 adds the gradients of the samples of two ranks in another order than one backward pass of a whole batch does.
+# Six steps of lr 0.01 to 0.1 carry that rounding, of 2^-24 of a number near 1, into a weight.
+TOLERANCE = 2e-6
+
+
+def started(what: str, world_size: int = 4) -> list[dict[str, Any]]:
+    return ranks.run("sharded_ranks", world_size, more=[[what, "sharded.md"]] * world_size)
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[dict[str, Any]]:
+    return started("quick")
+
+
+@pytest.fixture(scope="module")
+def whole_list() -> list[dict[str, Any]]:
+    return started("whole_list")
+
+
+def check_virtual(seen: list[dict[str, Any]]) -> None:
+    for of_rank in seen:
+        for case, differences in of_rank["virtual"].items():
+            assert max(differences.values()) <= TOLERANCE, (case, differences)
+
+
+def check_all(seen: list[dict[str, Any]], what: str) -> None:
+    for of_rank in seen:
+        assert of_rank[what]
+        assert all(of_rank[what].values()), of_rank[what]
+
+
+def test_learners_of_two_ranks_are_virtual_learners_with_whole_batches(quick):
+    check_virtual(quick)
+
+
+def test_learners_of_one_rank_have_the_bits_of_plain_ranks(quick):
+    check_all(quick, "plain")
+
+
+def test_features_of_fsdp_have_the_bits_of_averages_by_hand(quick):
+    check_all(quick, "features")
+
+
+def test_a_run_goes_on_to_the_bit(quick):
+    check_all(quick, "resumed")
+
+
+def test_the_average_is_sharded_and_loads_into_a_whole_model(quick):
+    for of_rank in quick:
+        assert of_rank["saved"]["outputs"] <= TOLERANCE
+        assert of_rank["saved"]["own"] > 1e-4, "the average is the learner's own model"
+        assert of_rank["saved"]["training"], "an evaluation has changed the mode of the training model"
+
+
+def test_a_learner_raises_or_skips_as_a_whole(quick):
+    raised = [of_rank["nonfinite"]["raise", "local_sgd"] for of_rank in quick]
+    assert ["error" in one for one in raised] == [False, False, True, True]
+    assert "learner 1" in raised[2]["error"]
+    skipped = [of_rank["nonfinite"]["skip", "local_sgd"] for of_rank in quick]
+    assert [one["found"] for one in skipped] == [[], [], [(1, 2)], [(1, 2)]]
+
+
+def test_noise_scales_are_of_whole_learners(quick):
+    for of_rank in quick:
+        for strategy, found in of_rank["noise"].items():
+            assert set(found) == {"sharded", "virtual"}, "an option that needs whole models was not refused"
+            assert len(found["sharded"]) == 3
+            for ours, theirs in zip(found["sharded"], found["virtual"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True), strategy
+
+
+REFUSED = {
+    "all ranks": "another learner: shard it over the other dimensions",
+    "without mesh": "another learner: shard it over the other dimensions",
+    "both": "mesh= says which ranks are learners: leave group= out",
+    "two dimensions": "pass the one of the learners, mesh['learners']",
+    "virtual": "leave learners= out, and pass mesh=",
+    "partly": "call fully_shard on the whole model, too",
+    "shrink": "on_failure is 'shrink'",
+    "scaler": "without scaler=",
+    "quarantine": "take 'skip'",
+    "adpsgd": "adpsgd: the ranks of a learner",
+    "noisy_ssgd": "noisy_ssgd: the noise of a weight",
+    "offload": "leave offload_policy out",
+    "other placements": "ranks do not train the same: layout of parameter",
+    "other options": "ranks do not train the same: strategy",
+}
+
+
+@each("name", REFUSED)
+def test_refused_on_all_ranks(name, quick):
+    for of_rank in quick:
+        assert REFUSED[name] in of_rank["refused"][name]
+        assert "weights were changed" not in of_rank["refused"][name]
+
+
+@pytest.mark.slow
+def test_all_strategies_optimizers_and_features(whole_list):
+    check_virtual(whole_list)
+    for what in ("plain", "features", "accumulated", "resumed"):
+        check_all(whole_list, what)
+    assert max(of_rank["momentum"] for of_rank in whole_list) <= TOLERANCE
+    assert [one["nonfinite"]["skip", "dpsgd"]["found"] for one in whole_list] == [[], [], [(1, 2)], [(1, 2)]]
+
+
+@pytest.mark.slow
+def test_learners_of_three_ranks():
+    check_virtual(started("six", 6))

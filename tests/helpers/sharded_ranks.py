@@ -1,0 +1,497 @@
+"""One of four real ranks that are two or four learners, each of one or two ranks; what it saw is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import ddpcore
+from ddpcore import Connection, Policies
+from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+from helpers import oracle
+from helpers.oracle import MAKERS
+from helpers.ranks import ROOT, join
+
+STEPS, BATCH = 6, 4
+TOPOLOGY = ddpcore.Ring()
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: FusedAdamW(params, lr=0.01),
+    "lamb": lambda params: FusedLAMB(params, lr=0.01),
+    "lars": lambda params: FusedLARS(params, lr=0.1, momentum=0.9),
+    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
+}
+SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
+WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
+
+
+class Block(nn.Module):
+    """Odd sizes: rows of 7 and 3 are divided unevenly, and one rank of two has none of a vector of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied: bool = False, checkpointed: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(5) if norm else nn.LayerNorm(5)
+        self.head = nn.Linear(5, 3)
+        self.checkpointed, self.tied = checkpointed, tied
+        if tied:
+            self.other = nn.Linear(5, 3, bias=False)
+            self.other.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        x = self.norm(x)
+        return self.head(x) + self.other(x) if self.tied else self.head(x)
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def samples(learners: int, shards: int) -> tuple[Tensor, Tensor]:
+    """``[STEPS, learners, shards * BATCH, 5]``, and labels."""
+    generator = torch.Generator().manual_seed(5)
+    size = (STEPS, learners, shards * BATCH)
+    return torch.randn((*size, 5), generator=generator), torch.randint(0, 3, size, generator=generator)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+class Place:
+    """This rank's place on a mesh of learners and shards."""
+
+    def __init__(self, learners: int, shards: int) -> None:
+        ranks = torch.arange(learners * shards).view(learners, shards)
+        self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("learners", "shard"))
+        self.learner, self.shard = self.mesh.get_local_rank("learners"), self.mesh.get_local_rank("shard")
+        self.x, self.y = samples(learners, shards)
+        self.num = learners
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        mine = slice(self.shard * BATCH, (self.shard + 1) * BATCH)
+        return self.x[step, self.learner, mine], self.y[step, self.learner, mine]
+
+    def train(self, handle: Any, steps: range, clip: bool = False) -> None:
+        optimizer = handle.learner.optimizer
+        for step in steps:
+            optimizer.zero_grad()
+            x, y = self.batch(step)
+            cross_entropy(handle.model(x), y).backward()
+            if clip and step == 3:
+                handle.clip_grad_norm_(0.5)
+            optimizer.step()
+
+
+def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "plain") -> dict[str, float]:
+    """The largest differences from virtual learners whose batches are those of all shards."""
+    model = FEATURES[feature](place.mesh["shard"])
+    handle = ddpcore.distribute(
+        model, OPTIMIZERS[optimizer](model.parameters()), MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"]
+    )
+    place.train(handle, range(STEPS), clip=True)
+    other = net()
+    virtual = ddpcore.distribute(
+        other, OPTIMIZERS[optimizer](other.parameters()), MAKERS[strategy](TOPOLOGY), learners=place.num
+    )
+    for step in range(STEPS):
+        virtual.learner.optimizer.zero_grad()
+        outputs = virtual.model(place.x[step])
+        virtual.backward([cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True)])
+        if step == 3:
+            virtual.clip_grad_norm_(0.5)
+        virtual.learner.optimizer.step()
+    x = place.x[0, 0]
+    with torch.no_grad():
+        outputs, wanted = handle.evaluation_model()(x), virtual.evaluation_model()(x)
+    return {
+        "weights": distance(weights(model), virtual.models[place.learner].state_dict()),
+        "average": float((outputs - wanted).abs().max()),
+        "consensus": abs(handle.consensus_distance() - virtual.consensus_distance()),
+    }
+
+
+def distance(mine: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    return max(float((mine[name] - value).abs().max()) for name, value in others.items())
+
+
+def bits_of_plain_ranks(place: Place, strategy: str, optimizer: str) -> bool:
+    """Whether learners of one rank have the bits of the same ranks without FSDP2."""
+    found = []
+    for model, options in ((sharded(net(), place.mesh["shard"]), {"mesh": place.mesh["learners"]}), (net(), {})):
+        handle = ddpcore.distribute(
+            model, OPTIMIZERS[optimizer](model.parameters()), MAKERS[strategy](TOPOLOGY), **options
+        )
+        place.train(handle, range(STEPS))
+        found.append(weights(model))
+    return all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+# ---- what FSDP2 can do, beside averages by hand ----
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def compiled(model: Net, mesh: DeviceMesh) -> Net:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="eager")
+    return sharded(model, mesh)
+
+
+def hybrid(model: Net) -> Net:
+    """HSDP inside a learner: its two ranks are replicas of one shard."""
+    names = ("learners", "replicate", "shard")
+    return sharded(model, DeviceMesh("cpu", torch.arange(4).view(2, 2, 1), mesh_dim_names=names)["replicate", "shard"])
+
+
+def frozen(model: Net, mesh: DeviceMesh) -> Net:
+    model.blocks[0].requires_grad_(False)
+    return sharded(model, mesh)
+
+
+FEATURES: dict[str, Callable[[DeviceMesh], nn.Module]] = {
+    "plain": lambda mesh: sharded(net(), mesh),
+    "kept": lambda mesh: sharded(net(), mesh, reshard_after_forward=False),
+    "bf16": lambda mesh: sharded(
+        net(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    ),
+    "tied": lambda mesh: sharded(net(tied=True), mesh),
+    "checkpointed": lambda mesh: sharded(net(checkpointed=True), mesh),
+    "compiled": lambda mesh: compiled(net(), mesh),
+    "frozen": lambda mesh: frozen(net(), mesh),
+    "hsdp": lambda mesh: hybrid(net()),
+    "replicate": lambda mesh: replicate(net(), mesh=mesh),
+    "tensor_parallel": lambda mesh: tensor_parallel(mesh),
+    "batch_norm": lambda mesh: sharded(net(norm=True), mesh),
+}
+
+
+def beside_averages_by_hand(place: Place, feature: str, strategy: str) -> bool:
+    """Whether SSGD and LocalSGD have the bits of FSDP2 with averages of local shards written out."""
+    found = []
+    for by_hand in (True, False):
+        model = FEATURES[feature](place.mesh["shard"])
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        if not by_hand:
+            made = ddpcore.SSGD() if strategy == "ssgd" else ddpcore.LocalSGD(2)
+            connection = Connection(transport="pg")
+            ddpcore.distribute(model, optimizer, made, mesh=place.mesh["learners"], connection=connection)
+        for step in range(STEPS):
+            with torch.no_grad():
+                model(place.x[step, 0])  # an evaluation leaves gathered weights
+            optimizer.zero_grad()
+            x, y = place.batch(step)
+            if feature == "tensor_parallel":  # its ranks take the same samples
+                x, y = place.x[step, place.learner], place.y[step, place.learner]
+            cross_entropy(model(x), y).backward()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            if by_hand and strategy == "ssgd":
+                average([p.grad for p in trained], place)
+            optimizer.step()
+            if by_hand and strategy == "local_sgd" and step % 2:
+                average([p.detach() for p in trained], place)
+        found.append(weights(model))
+    return all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def average(tensors: list[Any], place: Place) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor.to_local(), group=place.mesh.get_group("learners"))
+        tensor.to_local().div_(place.num)
+
+
+def accumulated(place: Place) -> dict[str, bool]:
+    """Micro-batches with ``no_sync`` and with ``set_requires_gradient_sync`` have the bits of averages by hand."""
+    found = {}
+    for way in ("by_hand", "no_sync", "of_fsdp"):
+        model = sharded(net(), place.mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        handle = None
+        if way != "by_hand":
+            connection = Connection(transport="pg")
+            handle = ddpcore.distribute(
+                model, optimizer, ddpcore.SSGD(), mesh=place.mesh["learners"], connection=connection
+            )
+        for step in range(0, STEPS, 2):
+            optimizer.zero_grad()
+            for micro in (0, 1):
+                x, y = place.batch(step + micro)
+                if way == "of_fsdp":
+                    model.set_requires_gradient_sync(micro == 1)
+                if handle is not None and way == "no_sync" and micro == 0:
+                    with handle.no_sync():
+                        cross_entropy(model(x), y).backward()
+                else:
+                    cross_entropy(model(x), y).backward()
+            if way == "by_hand":
+                average([p.grad for p in model.parameters()], place)
+            optimizer.step()
+        found[way] = weights(model)
+    return {
+        way: distance(found[way], found["by_hand"]) <= (0 if way == "no_sync" else 1e-6)
+        for way in ("no_sync", "of_fsdp")
+    }
+
+
+# ---- the rest of a run ----
+
+
+def resumed(place: Place, strategy: str, folder: Path) -> bool:
+    """Whether a run that is saved in the middle, and loaded into new objects, goes on to the bit."""
+
+    def begin() -> Any:
+        model = sharded(net(), place.mesh["shard"])
+        optimizer = FusedAdamW(model.parameters(), lr=0.01)
+        return ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"])
+
+    first = begin()
+    place.train(first, range(3))
+    state = {
+        "model": {k: whole_or_local(v) for k, v in first.model.state_dict().items()},
+        "optimizer": first.learner.optimizer.state_dict(),
+        "handle": first.state_dict(),
+    }
+    path = folder / f"{strategy}-{dist.get_rank()}.pt"
+    torch.save(state, path)
+    place.train(first, range(3, STEPS))
+    second = begin()
+    state = torch.load(path, weights_only=False)
+    with torch.no_grad():
+        for name, value in second.model.state_dict().items():
+            (value.to_local() if isinstance(value, DTensor) else value).copy_(state["model"][name])
+    second.learner.optimizer.load_state_dict(state["optimizer"])
+    second.load_state_dict(state["handle"])
+    place.train(second, range(3, STEPS))
+    return distance(weights(first.model), weights(second.model)) == 0
+
+
+def whole_or_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
+    """Run the blocks of the page, with CPUs and two ranks a learner, and load the average into a whole model."""
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    names: dict[str, Any] = {**globals(), "model": net(norm=True), "partial": partial}
+    exec(first.replace('"cuda", (2, 8)', '"cpu", (2, 2)'), names)
+    place.train(names["handle"], range(2))
+    exec(second.replace('checkpoint_id="average"', f'checkpoint_id="{folder}/average"'), names)
+    other, averaged, model = net(norm=True).eval(), names["averaged"], names["model"]
+    state = other.state_dict()
+    load(state, storage_reader=FileSystemReader(folder / "average"))
+    other.load_state_dict(state)
+    with torch.no_grad():
+        outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
+    own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
+    return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
+
+
+def momentum_average(place: Place) -> float:
+    """Policies average momentum of shards, as of virtual learners."""
+    model, other = sharded(net(), place.mesh["shard"]), net()
+    handle = ddpcore.distribute(
+        model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), ddpcore.LocalSGD(2), mesh=place.mesh["learners"],
+        policies=Policies(momentum="average"),
+    )  # fmt: skip
+    momentum = FusedSGD(other.parameters(), lr=0.1, momentum=0.9)
+    options = {"policies": Policies(momentum="average")}
+    virtual = ddpcore.distribute(other, momentum, ddpcore.LocalSGD(2), learners=place.num, **options)
+    place.train(handle, range(STEPS))
+    for step in range(STEPS):
+        virtual.learner.optimizer.zero_grad()
+        virtual.backward(
+            [cross_entropy(o, y) for o, y in zip(virtual.model(place.x[step]), place.y[step], strict=True)]
+        )
+        virtual.learner.optimizer.step()
+    return distance(weights(model), virtual.models[place.learner].state_dict())
+
+
+def noise(place: Place, strategy: str) -> dict[str, list[tuple[float, float]]]:
+    """Noise scales and distances of each record of sharded learners, and of virtual ones with whole batches."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for kind in ("sharded", "virtual", "refused"):
+        model = sharded(net(), place.mesh["shard"]) if kind != "virtual" else net()
+        options = {"learners": place.num} if kind == "virtual" else {"mesh": place.mesh["learners"]}
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), **options)
+        if kind == "refused":
+            for more in ({"loss": lambda: None}, {"directions": 1}):
+                with contextlib.suppress(ValueError):
+                    NoiseStatistics(handle, optimizer, 2, **more)
+                    found[str(more)] = []
+            break
+        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=8)
+        if kind == "sharded":
+            place.train(handle, range(STEPS))
+        else:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                outputs = handle.model(place.x[step])
+                handle.backward([cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True)])
+                optimizer.step()
+        found[kind] = [
+            (one.whole.noise_scale, one.spread.consensus_distance if one.spread else 0.0) for one in statistics.records
+        ]
+    return found
+
+
+def nonfinite(place: Place, mode: str, strategy: str) -> dict[str, Any]:
+    """A sample of one shard of learner 1 is not finite, in the second step."""
+    model = sharded(net(), place.mesh["shard"])
+    handle = ddpcore.distribute(
+        model, FusedAdamW(model.parameters(), lr=0.01), MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"],
+        on_nonfinite=mode,
+    )  # fmt: skip
+    optimizer = handle.learner.optimizer
+    for step in range(2):
+        optimizer.zero_grad()
+        x, y = place.batch(step)
+        cross_entropy(model(x), y).backward()
+        if step == 1 and (place.learner, place.shard) == (1, 1):  # of one rank's shard alone
+            next(p for p in model.parameters() if p.to_local().numel()).grad.to_local().fill_(torch.nan)
+        try:
+            optimizer.step()
+        except ddpcore.NonFiniteError as error:
+            return {"error": str(error)}
+    return {"found": [(one.learner, one.step) for one in handle.nonfinite], "steps": handle.learner.step}
+
+
+def refused(place: Place) -> dict[str, str]:
+    """The message of each call that is refused, and whether the model still trains afterwards."""
+    mesh, texts = place.mesh, {}
+
+    def call(name: str, model: nn.Module, strategy: Any = None, **options: Any) -> None:
+        before = weights(model) if name != "offload" else {}
+        try:
+            optimizer = FusedSGD(model.parameters(), lr=0.1)
+            ddpcore.distribute(model, optimizer, strategy or ddpcore.SSGD(), **options)
+            texts[name] = "nothing was refused"
+        except ValueError as error:
+            texts[name] = str(error)
+        if before and distance(weights(model), before):
+            texts[name] += ", and weights were changed"
+
+    learners, shard = mesh["learners"], mesh["shard"]
+    call("all ranks", sharded(net(), mesh._flatten()), mesh=learners)
+    call("without mesh", sharded(net(), shard))
+    call("both", sharded(net(), shard), mesh=learners, group=learners.get_group())
+    call("two dimensions", sharded(net(), shard), mesh=mesh)
+    call("virtual", sharded(net(), shard), learners=2)
+    model = net()
+    fully_shard(model.blocks[0], mesh=shard)
+    call("partly", model, mesh=learners)
+    call("shrink", sharded(net(), shard), mesh=learners, connection=Connection(on_failure="shrink"))
+    call("scaler", sharded(net(), shard), mesh=learners, scaler=torch.amp.GradScaler("cpu"))
+    call("quarantine", sharded(net(), shard), ddpcore.DPSGD(), mesh=learners, on_nonfinite="quarantine")
+    call("adpsgd", sharded(net(), shard), ddpcore.ADPSGD(), mesh=learners)
+    call("noisy_ssgd", sharded(net(), shard), ddpcore.NoisySSGD(0.1), mesh=learners)
+    call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh=learners)
+    call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), mesh=learners)
+    call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), mesh=learners)
+    return texts
+
+
+QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
+CASES = [
+    *((name, "adamw") for name in SHARDABLE),
+    *((n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS),
+]
+
+
+def fits(case: tuple[str, str], learners: int, shards: int) -> bool:
+    """Codecs take chunks of a row: shards have others than a whole model, and with ``group`` other layers first."""
+    chunked = any(word in case[0] for word in WHOLE_ROWS)
+    return oracle.fits("ring", learners, case[0]) and not (chunked and (shards > 1 or case[0].startswith("grouped")))
+
+
+def quick(folder: Path) -> dict[str, Any]:
+    two, four = Place(2, 2), Place(4, 1)
+    cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
+    cases += [("dpsgd", "lars", "replicate")]
+    return {
+        "virtual": {case: beside_virtual(two, *case) for case in cases},
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
+        "features": {(one, "ssgd"): beside_averages_by_hand(two, one, "ssgd") for one in ("bf16", "tied", "replicate")},
+        "resumed": {"dpsgd": resumed(two, "dpsgd", folder)},
+        "saved": saved_average(two, sys.argv[5], folder),
+        "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
+        "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
+        "refused": refused(two),
+    }
+
+
+def whole_list(folder: Path) -> dict[str, Any]:
+    two, four = Place(2, 2), Place(4, 1)
+    both = ("ssgd", "local_sgd")
+    return {
+        "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in CASES if fits(case, 4, 1)},
+        "features": {(one, name): beside_averages_by_hand(two, one, name) for one in FEATURES for name in both},
+        "accumulated": accumulated(two),
+        "resumed": {name: resumed(two, name, folder) for name in ("ssgd", "streaming", "tracking")},
+        "momentum": momentum_average(two),
+        "nonfinite": {("skip", "dpsgd"): nonfinite(two, "skip", "dpsgd")},
+    }
+
+
+def six(folder: Path) -> dict[str, Any]:
+    place = Place(2, 3)
+    cases = [(name, "adamw") for name in QUICK] + [("dpsgd", "lamb"), ("diloco", "lars")]
+    return {"virtual": {case: beside_virtual(place, *case) for case in cases}}
+
+
+def main() -> None:
+    path, _, _ = join()
+    what = {"quick": quick, "whole_list": whole_list, "six": six}[sys.argv[4]]
+    torch.save(what(path.parent), path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
