@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import LARGE, FlatParameters
-from ddpcore.parameters.hooks import weakly
+from ddpcore.parameters.hooks import (
+    exclude_from_compilation,
+    has_hook_after,
+    num_hooks,
+    refuse_compiled_autograd,
+    weakly,
+)
 from ddpcore.parameters.shards import local
 
 
@@ -63,7 +69,10 @@ class GradientBuckets:
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
         self._rows: set[int] = set()  # learners that had a backward pass
+        self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
+        self._num_hooks = -1  # of this process, when _late was read
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
+        exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
         self._tracker = BucketTracker([], [])
@@ -104,7 +113,7 @@ class GradientBuckets:
         del gradient  # gather_grad counts references
         if self.waits and is_small:
             self._note_final(segment)
-        elif self._runs_last(parameter):
+        elif self._runs_last(parameter) and id(parameter) not in self._late:
             self._gather(parameter, index)
             if self._note_final(segment) and not self.waits:
                 self._send(self._tracker.mark(segment))
@@ -128,6 +137,7 @@ class GradientBuckets:
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
+        refuse_compiled_autograd()
         if self.waits and self._is_open:
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed, so its gradients are wrong: call "
@@ -137,6 +147,9 @@ class GradientBuckets:
         if is_new:
             self.restart()
         self._is_open = True
+        if self._num_hooks != num_hooks():
+            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or has_hook_after(p)}
+            self._num_hooks = num_hooks()
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -174,6 +187,12 @@ class GradientBuckets:
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)
+
+    def finish_without_pass(self) -> None:
+        """Send zeros, as a backward pass that gives no parameter a gradient."""
+        self.restart()
+        self._rows.update(range(self.flat.num_rows))
+        self._end()
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""

@@ -16,7 +16,7 @@ import torch
 
 import ddpcore
 from ddpcore.models import MODELS
-from ddpcore.records.checkpoint import step_folder, steps_of
+from ddpcore.records.run import step_folder, steps_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
