@@ -1,57 +1,155 @@
-"""The cost of virtual learners: 16 learners with an mlp against one learner, on equally many samples per step.
+"""The cost of virtual learners: a step of L learners against L models with L optimizers in a plain loop.
 
-python benchmarks/bench_learners.py [--learners 16] [--model mlp] [--batch-size 2048] [--seconds 20]
+One command measures the whole table: DPSGD on a ring, LocalSGD and SSGD with the default settings, for models from
+SimpleNet to six million parameters. FusedSGD with momentum, 32 samples a learner. All ways run in turn, A/B/A/B, on one
+thread. A sample is a number of whole steps; LocalSGD averages in the share of its steps that its period says. Times are
+those that the processor spent on this thread, because other programs on a busy machine then disturb less.
+
+PYTHONPATH=. python benchmarks/bench_learners.py [--rows mlp2048-2] [--ways default vmap in-turn] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import copy
+import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from common import append
+from torch import nn
 
-from ddpcore import DPSGD, distribute
+from ddpcore import DPSGD, SSGD, LocalSGD, Ring, Strategy, distribute
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved
+from ddpcore.runtime.timing import quantiles
 from ddpcore.training.trainer import learner_losses
 
+STRATEGIES: dict[str, Callable[[], Strategy]] = {"dpsgd": lambda: DPSGD(Ring()), "local_sgd": LocalSGD, "ssgd": SSGD}
+WAYS: dict[str, Any] = {"default": None, "vmap": True, "in-turn": False, "measure": "measure"}
+PIXELS = {32: 64, 128: 64, 512: 64, 1024: 64, 2048: 784}  # inputs of an mlp, by the width of its two hidden layers
+ROWS = ["simplenet-256", "simplenet-1024", *(f"mlp{width}-{num}" for width in (32, 128, 512, 1024) for num in (4, 16))]
+ROWS.append("mlp2048-2")
+FEW_SAMPLES = {"simplenet-1024": 2}  # a learner
+WARM_UP = 3
 
-def training_step(model_name: str, num_learners: int, batch_size: int) -> Callable[[], None]:
-    """A function that trains for one step on ``batch_size`` samples in all."""
+Step = Callable[[], None]
+
+
+def model_of(row: str) -> tuple[nn.Module, int, int, int]:
+    """Model, number of its inputs, number of classes, and L."""
+    name, num = row.split("-")
     torch.manual_seed(0)
-    model = MODELS.build(model_name)
-    optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
-    handle = distribute(model, optimizer, DPSGD(), learners=num_learners, vectorize="measure")
-    inputs, labels = MODELS.spec(model_name).random_batch(num_learners, batch_size // num_learners)
+    if name == "simplenet":
+        return MODELS.build("simplenet"), 10, 2, int(num)
+    width = int(name.removeprefix("mlp"))
+    return MODELS.build("mlp", input_shape=(PIXELS[width],), hidden=[width, width]), PIXELS[width], 10, int(num)
+
+
+def optimizer_of(model: nn.Module) -> FusedSGD:
+    """With the options of all contenders."""
+    return FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def plain(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Step:
+    """A step of L models, each with an optimizer of its own."""
+    models = [copy.deepcopy(model) for _ in inputs]
+    optimizers = list(map(optimizer_of, models))
 
     def step() -> None:
-        optimizer.zero_grad()
-        learner_losses(handle.model(inputs), labels, stacked=True).sum().backward()
-        optimizer.step()
+        for own, optimizer, x, y in zip(models, optimizers, inputs, labels, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(own(x), y).backward()
+            optimizer.step()
 
     return step
 
 
+def virtual(
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, strategy: Strategy, way: Any
+) -> tuple[Step, Any]:
+    """A step of L virtual learners, and their handle."""
+    own = copy.deepcopy(model)
+    optimizer = optimizer_of(own)
+    handle = distribute(own, optimizer, strategy, learners=len(inputs), vectorize=way)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        handle.backward(learner_losses(handle.model(inputs), labels, stacked=True))
+        optimizer.step()
+
+    return step, handle
+
+
+def sample(step: Step, num: int) -> float:
+    """Mean seconds of the thread, of so many steps."""
+    start = time.thread_time()
+    for _ in range(num):
+        step()
+    return (time.thread_time() - start) / num
+
+
+def measure(row: str, ways: list[str], seconds: float) -> list[dict[str, Any]]:
+    """A result for each strategy and way, and first the plain loop."""
+    model, num_inputs, classes, num = model_of(row)
+    batch = FEW_SAMPLES.get(row, 32)
+    inputs, labels = torch.randn(num, batch, num_inputs), torch.randint(classes, (num, batch))
+    steps: list[Step] = [plain(model, inputs, labels)]
+    names, handles = [("plain loop", "")], [None]
+    for strategy, make in STRATEGIES.items():
+        for way in ways:
+            step, handle = virtual(model, inputs, labels, make(), WAYS[way])
+            steps.append(step)
+            handles.append(handle)
+            names.append((strategy, way))
+    for step in steps:
+        sample(step, WARM_UP)
+    num_steps = max(1, round(0.05 / sample(steps[0], 1)))
+    taken: list[list[float]] = [[] for _ in steps]
+    begin = time.perf_counter()
+    while len(taken[0]) < 5 or time.perf_counter() - begin < seconds:
+        for own, step in zip(taken, steps, strict=True):
+            own.append(sample(step, num_steps))
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        {
+            "row": row, "learners": num, "num_parameters": size, "batch_size": batch, "strategy": strategy, "way": way,
+            "learners_run": handle.learners_run if handle else "",
+            "seconds": quantiles(own), "ratio": quantiles(a / b for a, b in zip(own, taken[0], strict=True)),
+            "steps": num_steps * len(own),
+        }
+        for (strategy, way), handle, own in zip(names, handles, taken, strict=True)
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--learners", type=int, default=16)
-    parser.add_argument("--model", default="mlp", choices=MODELS.names())
-    parser.add_argument("--batch-size", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    arguments = parser.parse_args()
-    steps = [training_step(arguments.model, n, arguments.batch_size) for n in (1, arguments.learners)]
-    one, many = interleaved(steps, "cpu", 10**6, arguments.seconds)
-    ratio = statistics.median(a / b for a, b in zip(one, many, strict=True))
-    print(machine("cpu"))
-    for name, seconds in (("1 learner", one), (f"{arguments.learners} learners", many)):
-        quantiles = statistics.quantiles(seconds, n=10)
-        rate = arguments.batch_size / statistics.median(seconds)
-        print(f"{name:>12}: {rate:12,.0f} samples/s   step ms p20/p50/p80 ", end="")
-        print("/".join(f"{1000 * q:.2f}" for q in (quantiles[1], quantiles[4], quantiles[7])))
-    print(f"samples/s of {arguments.learners} learners over one: {ratio:.2f} (median over {len(one)} pairs)")
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--ways", nargs="+", default=["default"], choices=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, one JSON object a line")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    where = {**machine("cpu"), "threads": 1}
+    print(f"{where['device']}, torch {where['torch']}, commit {where['commit']}; L plain loops are 1.00")
+    for row in options.rows:
+        results = measure(row, options.ways, options.seconds)
+        append(options.json, *({**result, **where} for result in results))
+        print(
+            f"{row}: {results[0]['num_parameters']:,} parameters, "
+            f"plain loop {1e3 * results[0]['seconds']['p50']:.2f} ms"
+        )
+        for result in results[1:]:
+            ratio = result["ratio"]
+            print(
+                f"  {result['strategy']:9} {result['way']:8} {ratio['p50']:.2f} [{ratio['p20']:.2f}-{ratio['p80']:.2f}]"
+                f" {1e3 * result['seconds']['p50']:9.2f} ms  {result['learners_run']}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from ddpcore.strategies.slowmo import SlowMo
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.given import FromGraph, FromMatrix
-from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import Matching, RandomPair
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.wrapped import Hierarchical
 
 __version__ = VERSION
 

@@ -11,8 +11,9 @@ HEAD = """# All claims
 
 Each line is a claim of a published document or of this project, and what the runs here say about it. `n` is the
 smallest number of seeds behind the verdict: one seed proves nothing. *Published* applies the same predicate to the
-document's own numbers, where it has them. *Void*: a claim about the speed of ranks that outnumbered the cores. The
-page of a study has the predicates and explains the numbers.
+document's own numbers, where it has them. *Within the spread*: it holds of the means, and not with each seed.
+*Void*: a claim about the speed of ranks that outnumbered the cores. The page of a study has the predicates and
+explains the numbers.
 `PYTHONPATH=. python docs/claims.py` writes this table.
 """
 COLUMNS = ("study", "claim", "source", "published", "verdict", "n", "scale")
@@ -41,7 +42,11 @@ def table() -> str:
     """The page."""
     rows = [row for study in sorted(RESULTS.iterdir()) if study.is_dir() for row in rows_of(study)]
     counts = Counter(row[COLUMNS.index("verdict")] for row in rows)
-    said = ", ".join(f"{counts[word]} {word}" for word in ("holds", "does not hold", "void", "not run") if counts[word])
+    said = ", ".join(
+        f"{counts[word]} {word}"
+        for word in ("holds", "holds, within the spread", "does not hold", "void", "not run")
+        if counts[word]
+    )
     lines: list[Any] = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
     return f"{HEAD}\n{len(rows)} verdicts: {said}.\n\n{text}\n"

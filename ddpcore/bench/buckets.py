@@ -10,7 +10,19 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.command import publish, resolve_ranks, start_ranks
+from ddpcore.bench.command import (
+    Kind,
+    PeakMemory,
+    check_models_memory,
+    environment,
+    environment_lines,
+    model_bytes,
+    publish,
+    resolve_ranks,
+    size_name,
+    spread_series,
+    start_ranks,
+)
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     DEFAULT_BUCKET_MB,
@@ -24,10 +36,7 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.environment import check_models_memory, environment, model_bytes
-from ddpcore.bench.isolated_comm import averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.memory import PeakMemory
-from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
+from ddpcore.bench.isolated import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
@@ -135,7 +144,7 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
                 run_block(compute, config.steps, True)
             for one, of_one in zip(candidates, calls, strict=True):
                 run_block(one.contender, config.steps, True)
-                one.comm_seconds.append(sum(time_calls(of_one, resolved.device)[0]))
+                one.comm_seconds.append(time_calls(of_one, resolved.device).seconds)
                 progress.advance(1, one.contender.name)
     measured = [one.gather() for one in candidates]
     if world.rank == 0:

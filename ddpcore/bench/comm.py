@@ -14,11 +14,20 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ddpcore.bench.command import num_hosts, publish, resolve_ranks, start_ranks
+from ddpcore.bench.command import (
+    Kind,
+    check_memory,
+    environment,
+    environment_lines,
+    free_memory,
+    has,
+    num_hosts,
+    publish,
+    resolve_ranks,
+    start_ranks,
+)
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
 from ddpcore.bench.contender import gather
-from ddpcore.bench.environment import check_memory, environment, free_memory
-from ddpcore.bench.result import Kind, environment_lines, has
 from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.connect import Connection

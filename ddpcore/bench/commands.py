@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpcore.bench import buckets, comm, demo, doctor, optim, predict, run, stats, topology
+from ddpcore.bench.command import Kind
 from ddpcore.bench.config import BenchConfig, Options
-from ddpcore.bench.result import Kind
 from ddpcore.runtime.launch import World
 
 # prepare(options, torchrun's world or None) checks both on this machine and returns a function that runs the command.

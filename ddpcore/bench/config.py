@@ -14,13 +14,13 @@ from typing_extensions import override
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS
 from ddpcore.comm.membership import ON_FAILURE
-from ddpcore.display.plot_option import PLOT, check_plot
+from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.options.command_line import SETTINGS
 from ddpcore.options.fields import check, field
 from ddpcore.options.keys import get, parse_settings
-from ddpcore.options.suggest import suggest
+from ddpcore.options.typed import suggest
 from ddpcore.strategies.base import Baseline, Plan, Strategy, Traits, check_on_nonfinite, check_transport
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.topology.base import Topology

@@ -60,6 +60,12 @@ class Contender:
     losses: list[Tensor] = field(default_factory=list)
 
     @property
+    def active(self) -> Trainer:
+        """The trainer of a rank that is not idle."""
+        assert self.trainer is not None
+        return self.trainer
+
+    @property
     def traits(self) -> Traits:
         """What its strategy is like."""
         return self.strategy.traits
@@ -218,20 +224,17 @@ def parse_sizes(names: Sequence[str]) -> list[float]:
     Raises:
         ValueError: a text is not a size, or a size occurs twice.
     """
-    sizes = [_parse_size(name) for name in names]
+    sizes = []
+    for name in names:
+        try:
+            sizes.append(math.inf if name == "one" else float(name))
+        except ValueError:
+            sizes.append(math.nan)
+        if not sizes[-1] > 0 or (math.isinf(sizes[-1]) and name != "one"):
+            raise ValueError(f"--bucket-mb: {name!r} is not a size above 0 in MiB: give sizes such as 1,25,one")
     if len(set(sizes)) != len(sizes):
         raise ValueError("--bucket-mb has a size twice: give each once")
     return sizes
-
-
-def _parse_size(name: str) -> float:
-    try:
-        size = math.inf if name == "one" else float(name)
-    except ValueError:
-        size = math.nan
-    if not size > 0 or (math.isinf(size) and name != "one"):
-        raise ValueError(f"--bucket-mb: {name!r} is not a size above 0 in MiB: give sizes such as 1,25,one")
-    return size
 
 
 def ddp_options(bucket_mb: float) -> dict[str, Any]:

@@ -17,9 +17,8 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from ddpcore.bench.command import publish
+from ddpcore.bench.command import Kind, publish
 from ddpcore.bench.config import Options
-from ddpcore.bench.result import Kind
 from ddpcore.data import Dataset, load_dataset
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import table_of

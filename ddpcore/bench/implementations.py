@@ -1,20 +1,210 @@
-"""The optimizers that are compared: ours, torch's, and those of other libraries, if they are installed.
+"""The optimizers that are compared: ours, torch's, and those of other libraries, if installed; and the parameters.
 
-All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4.
+All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameters have the shapes of well-known networks.
+:class:`ForeachStep` applies the rules of :class:`~ddpcore.optim.FusedSGD`, ``FusedAdamW``, ``FusedLARS`` and
+``FusedLAMB`` with their default options in operations on lists of tensors, for ``torch.compile`` to fuse.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ddpcore.bench.foreach import ForeachStep
+Shapes = list[tuple[int, ...]]
+
+
+def _lenet5() -> Shapes:
+    """LeCun et al. 1998, with a head of 100 classes."""
+    convolutions: Shapes = [(6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,)]
+    return convolutions + _linear(400, 120) + _linear(120, 84) + _linear(84, 100)
+
+
+def _convolution(inputs: int, outputs: int, size: int) -> Shapes:
+    """Without bias, with the scale and shift of its normalization."""
+    return [(outputs, inputs, size, size), (outputs,), (outputs,)]
+
+
+def _resnet18() -> Shapes:
+    """He et al. 2016, for 1000 classes."""
+    shapes = _convolution(3, 64, 7)
+    inputs = 64
+    for outputs in (64, 128, 256, 512):
+        shapes += _convolution(inputs, outputs, 3) + _convolution(outputs, outputs, 3)
+        if inputs != outputs:
+            shapes += _convolution(inputs, outputs, 1)
+        shapes += _convolution(outputs, outputs, 3) * 2
+        inputs = outputs
+    return shapes + _linear(512, 1000)
+
+
+def _resnet50() -> Shapes:
+    """He et al. 2016, with bottleneck blocks, for 1000 classes."""
+    shapes = _convolution(3, 64, 7)
+    inputs = 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            shapes += _convolution(inputs, width, 1) + _convolution(width, width, 3) + _convolution(width, 4 * width, 1)
+            if block == 0:
+                shapes += _convolution(inputs, 4 * width, 1)
+            inputs = 4 * width
+    return shapes + _linear(2048, 1000)
+
+
+def _bert(width: int, num_layers: int) -> Shapes:
+    """Devlin et al. 2019, uncased, with the pooler."""
+    norm: Shapes = [(width,), (width,)]
+    layer = _linear(width, width) * 4 + norm + _linear(width, 4 * width) + _linear(4 * width, width) + norm
+    embeddings: Shapes = [(30522, width), (512, width), (2, width)]
+    return embeddings + norm + layer * num_layers + _linear(width, width)
+
+
+def _vit_s() -> Shapes:
+    """Steiner et al. 2022, "How to train your ViT?": patches of 16 x 16 of images of 224 x 224, for 1000 classes."""
+    width = 384
+    norm: Shapes = [(width,), (width,)]
+    block = norm + _linear(width, 3 * width) + _linear(width, width) + norm
+    block += _linear(width, 4 * width) + _linear(4 * width, width)
+    embeddings: Shapes = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
+    return embeddings + block * 12 + norm + _linear(width, 1000)
+
+
+def _linear(inputs: int, outputs: int) -> Shapes:
+    return [(outputs, inputs), (outputs,)]
+
+
+@dataclass(frozen=True)
+class ParameterList:
+    """The parameters of a network.
+
+    Attributes:
+        name: on the command line.
+        title: in tables.
+    """
+
+    name: str
+    title: str
+    shapes: Shapes
+
+    def describe(self) -> dict[str, Any]:
+        """Names and sizes, as in the JSON file of the optimizer bench."""
+        sizes = {"parameters": sum(map(prod, self.shapes)), "num_tensors": len(self.shapes)}
+        return {"list": self.name, "title": self.title, **sizes}
+
+
+LISTS = {
+    found.name: found
+    for found in (
+        ParameterList("lenet5", "LeNet-5", _lenet5()),
+        ParameterList("resnet18", "ResNet-18", _resnet18()),
+        ParameterList("resnet50", "ResNet-50", _resnet50()),
+        ParameterList("vit-s", "ViT-S", _vit_s()),
+        ParameterList("bert-base", "BERT-base", _bert(768, 12)),
+        ParameterList("bert-large", "BERT-large", _bert(1024, 24)),
+    )
+}
+USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default of the bench
+
+
+BETAS = (0.9, 0.999)
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+class ForeachStep:
+    """An optimizer without groups: ``step()`` applies a rule to all parameters.
+
+    Args:
+        params: with gradients.
+        rule: a function of this module.
+        compiled: whether ``torch.compile`` compiles the rule, at the first step.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], rule: Callable[..., None], *, compiled: bool = True, **options: float
+    ) -> None:
+        self._params, self._options = list(params), options
+        self._rule = torch.compile(rule, fullgraph=True, dynamic=False) if compiled else rule
+        self._states = [[torch.zeros_like(param, dtype=torch.float32) for param in self._params] for _ in range(2)]
+        self._count = torch.zeros((), device=self._params[0].device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters."""
+        grads = [param.grad for param in self._params]
+        self._rule(self._params, grads, *self._states, self._count, **self._options)
+
+
+def sgd(
+    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
+    *, lr: float, momentum: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """SGD with momentum."""
+    _momentum_step(params, torch._foreach_add(grads, params, alpha=weight_decay), buffers, lr, momentum)
+
+
+def lars(
+    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
+    *, lr: float, momentum: float, weight_decay: float, trust_coefficient: float = 0.001, eps: float = 1e-8,
+) -> None:  # fmt: skip
+    """LARS as in You et al. 2017."""
+    weights, slopes = _norms(params), _norms(grads)
+    ratio = trust_coefficient * weights / (slopes + weight_decay * weights + eps)
+    ratio = torch.where((weights > 0) & (slopes > 0), ratio, 1.0)
+    update = torch._foreach_add(grads, params, alpha=weight_decay)
+    _momentum_step(params, torch._foreach_mul(update, (lr * ratio).unbind()), buffers, 1.0, momentum)
+
+
+def adamw(
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
+    *, lr: float, weight_decay: float, eps: float = 1e-8,
+) -> None:  # fmt: skip
+    """Adam with decoupled weight decay."""
+    update = _adam_update(grads, means, squares, count, eps)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, update, alpha=-lr)
+
+
+def lamb(
+    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
+    *, lr: float, weight_decay: float, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    """LAMB as in You et al. 2020."""
+    update = _adam_update(grads, means, squares, count, eps)
+    update = torch._foreach_add(update, params, alpha=weight_decay)
+    weights, lengths = _norms(params), _norms(update)
+    ratio = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+    torch._foreach_sub_(params, torch._foreach_mul(update, (lr * ratio).unbind()))
+
+
+def _norms(tensors: Tensors) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def _momentum_step(params: Tensors, update: Tensors, buffers: Tensors, lr: float, momentum: float) -> None:
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, update)
+    torch._foreach_add_(params, buffers, alpha=-lr)
+
+
+def _adam_update(grads: Tensors, means: Tensors, squares: Tensors, count: Tensor, eps: float) -> Tensors:
+    """The corrected mean over the root of the corrected square. Updates both and the count."""
+    beta1, beta2 = BETAS
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    count += 1
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_mul_(roots, (1 - beta2**count).rsqrt())
+    torch._foreach_add_(roots, eps)
+    return torch._foreach_mul(torch._foreach_div(means, roots), 1 / (1 - beta1**count))
+
 
 _DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
 _MOMENTUM = {**_DECAY, "momentum": 0.9}
@@ -132,7 +322,9 @@ def _compiled(optimizer: str) -> Comparison:
     options = OURS[optimizer].options
     name = f"torch.compile(foreach {optimizer})"
     return Comparison(
-        optimizer, OURS[optimizer], Implementation(name, "ddpcore.bench.foreach", optimizer, options, compiled=True)
+        optimizer,
+        OURS[optimizer],
+        Implementation(name, "ddpcore.bench.implementations", optimizer, options, compiled=True),
     )
 
 

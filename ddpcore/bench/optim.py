@@ -12,12 +12,9 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from ddpcore.bench.command import publish
+from ddpcore.bench.command import Kind, bars, check_memory, publish
 from ddpcore.bench.config import Options, resolve_device
-from ddpcore.bench.environment import check_memory
-from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Comparison, Implementation
-from ddpcore.bench.result import Kind, bars
-from ddpcore.bench.shapes import LISTS, USUAL
+from ddpcore.bench.implementations import COMPARISONS, LISTS, OURS, USUAL, USUAL_OPTIMIZERS, Comparison, Implementation
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import cell_of, interval, number, spread, table_of
 from ddpcore.ops.steps import bytes_per_param

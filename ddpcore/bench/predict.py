@@ -8,12 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich.table import Table
 
-from ddpcore.bench import step_model
-from ddpcore.bench.command import publish, resolve_ranks, start_ranks
+from ddpcore.bench.command import (
+    Kind,
+    check_models_memory,
+    environment,
+    environment_lines,
+    publish,
+    resolve_ranks,
+    size_name,
+    spread_series,
+    start_ranks,
+)
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     DEFAULT_BUCKET_MB,
@@ -26,11 +35,20 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.environment import check_models_memory, environment
-from ddpcore.bench.isolated_comm import Call, average_together, averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.result import Kind, environment_lines, size_name, spread_series
-from ddpcore.bench.step_model import Machine, Step, Transfer
-from ddpcore.bench.step_timing import StepTimer
+from ddpcore.bench.isolated import (
+    Call,
+    Step,
+    StepTimer,
+    Transfer,
+    available_cores,
+    average_together,
+    averages,
+    bucket_bytes,
+    error_pct,
+    message_bytes,
+    predict,
+    time_calls,
+)
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
@@ -87,21 +105,18 @@ class PredictConfig(BenchConfig):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One turn on one rank: a step without communication, a real step, and each part of the communication.
+class Turn(NamedTuple):
+    """One turn on one rank, in seconds.
 
     Attributes:
-        compute: seconds of a step without communication, until the slowest rank was done.
-        compute_cpu: processor seconds of it on this rank.
-        step: seconds of a real step, until the slowest rank was done.
-        parts: seconds and processor seconds.
+        compute: of a step without communication, until the slowest rank was done, and its processor time on this rank.
+        step: of a real step, until the slowest rank was done.
+        parts: of each part of the communication.
     """
 
-    compute: float
-    compute_cpu: float
+    compute: Transfer
     step: float
-    parts: Parts[tuple[float, float]]
+    parts: Parts[Transfer]
 
 
 @dataclass
@@ -122,14 +137,9 @@ class Case:
         cpu = time.process_time() - before
         run_block(self.contender, num_steps, True)
         device = self.resolved.device
-        timed = {kind: [time_calls([call], device) for call in calls] for kind, calls in self.parts.items()}
-        turn = Turn(
-            compute=compute.block_seconds[-1] / num_steps,
-            compute_cpu=cpu / num_steps,
-            step=self.contender.block_seconds[-1] / num_steps,
-            parts={kind: [(seconds, part_cpu) for (seconds,), part_cpu in found] for kind, found in timed.items()},
-        )
-        self.turns.append(turn)
+        parts = {kind: [time_calls([call], device) for call in calls] for kind, calls in self.parts.items()}
+        seconds, step = (one.block_seconds[-1] / num_steps for one in (compute, self.contender))
+        self.turns.append(Turn(Transfer(seconds=seconds, cpu=cpu / num_steps), step, parts))
 
 
 def prepare(config: PredictConfig, torchrun: World | None) -> Callable[[], None]:
@@ -265,14 +275,14 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cor
     sizes = message_bytes(contender)
     predicted, measured, comm = [], [], []
     for plans, turns in zip(case.plans, zip(*everyone, strict=True), strict=True):
-        compute = timer.compute(turns[0].compute, sum(turn.compute_cpu for turn in turns) if on_cpu else 0.0)
+        compute = timer.compute(turns[0].compute.seconds, sum(turn.compute.cpu for turn in turns) if on_cpu else 0.0)
         parts = {kind: _slowest([turn.parts[kind] for turn in turns]) for kind in KINDS}
-        available = step_model.available_cores(compute, cores, num_threads) if on_cpu else math.inf
-        machine = Machine(cores=available, background=resolved.transport_name in ("pg", "mixed"))
-        predicted.append(step_model.predict(compute, steps_of(plans, parts, sizes, traits.overlaps), machine))
+        available = available_cores(compute, cores, num_threads) if on_cpu else math.inf
+        steps, background = steps_of(plans, parts, sizes, traits.overlaps), resolved.transport_name in ("pg", "mixed")
+        predicted.append(predict(compute, steps, cores=available, background=background))
         measured.append(turns[0].step)
         comm.append(sum(one.seconds for one in (*parts["together"], *(parts["exchange"] or parts["average"]))))
-    errors = [step_model.error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
+    errors = [error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
     return {
         "strategy": contender.name,
         "topology": resolved.training.strategy.topology if contender.strategy.topology is not None else None,
@@ -286,11 +296,9 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cor
     }
 
 
-def _slowest(ranks: Sequence[Sequence[tuple[float, float]]]) -> list[Transfer]:
-    return [
-        Transfer(seconds=max(seconds for seconds, _ in one), cpu=sum(cpu for _, cpu in one))
-        for one in zip(*ranks, strict=True)
-    ]
+def _slowest(ranks: Sequence[Sequence[Transfer]]) -> list[Transfer]:
+    everyone = zip(*ranks, strict=True)
+    return [Transfer(seconds=max(one.seconds for one in of), cpu=sum(one.cpu for one in of)) for of in everyone]
 
 
 def parts(result: dict[str, Any]) -> list[Table | str]:

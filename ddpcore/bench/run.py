@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ddpcore import data
-from ddpcore.bench.command import publish, resolve_here, start_ranks
+from ddpcore.bench.command import Kind, bars, environment, environment_lines, has, publish, resolve_here, start_ranks
 from ddpcore.bench.config import BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import (
     HIDDEN,
@@ -29,9 +29,7 @@ from ddpcore.bench.contender import (
     is_idle,
     run_block,
 )
-from ddpcore.bench.environment import environment
 from ddpcore.bench.gpu import GpuMeter
-from ddpcore.bench.result import Kind, bars, environment_lines, has
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
@@ -40,6 +38,7 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import Trainer
 from ddpcore.training.build import threads_for
+from ddpcore.training.memory import estimate
 
 REFERENCE = "ddp"  # the row to which the others' speed is related
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
@@ -83,6 +82,11 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     if not resolved.is_virtual:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if not resolved.is_alone(name))
     contenders = [_build(name, resolved, world, dataset, meter) for name in names]
+    for one in contenders:
+        if world.rank == 0 and one.trainer is not None:
+            of_first = resolved.train_config(HIDDEN.get(one.name, one.name))
+            print(estimate(of_first, one.trainer), file=sys.stderr, flush=True)
+            break
     torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
     total = num_steps * len(contenders)
     with ProgressReport("training steps", total, shown=world.rank == 0) as progress:

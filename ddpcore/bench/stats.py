@@ -8,11 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.command import publish, resolve_here, start_ranks
+from ddpcore.bench.command import Kind, bars, environment, has, publish, resolve_here, start_ranks
 from ddpcore.bench.config import DEFAULTS, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import WARM_UP_STEPS, Contender, build_contender, build_dataset, run_block
-from ddpcore.bench.environment import environment
-from ddpcore.bench.result import Kind, bars, has
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.display.chart import Chart
 from ddpcore.display.table import interval, table_of

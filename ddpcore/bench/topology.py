@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.command import publish
+from ddpcore.bench.command import Kind, has, publish
 from ddpcore.bench.config import Options
-from ddpcore.bench.result import Kind, has
 from ddpcore.display.chart import Chart, Series, network
 from ddpcore.display.table import number, table_of
 from ddpcore.options.fields import SEED_RANGE, field

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpcore.topology.base import Topology
-from ddpcore.topology.redraw import of_members, redrawn
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.wrapped import of_members, redrawn
 
 ON_FAILURE = ("raise", "shrink")
 """Values of ``distribute(on_failure=)``; the first is the default."""
@@ -103,7 +103,7 @@ class Membership:
         return min((one for one in others if one > new), default=others[0])
 
     def topology(self, topology: Topology, num_members: int | None = None) -> Topology:
-        """The topology over the members, see :func:`~ddpcore.topology.redraw.redrawn`."""
+        """The topology over the members, see :func:`~ddpcore.topology.wrapped.redrawn`."""
         num = len(self.members) if num_members is None else num_members
         if num == self.first:
             return topology

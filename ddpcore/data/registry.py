@@ -7,7 +7,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import cifar, digits, features, mnist, python_text, speech, synthetic
+from ddpcore.data import built_in, cifar, features, mnist, speech
 from ddpcore.data.base import Dataset
 from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
@@ -18,11 +18,11 @@ DATASETS: Registry[Dataset] = Registry(
     "ddpcore.datasets",
     Dataset,
     {
-        "digits": digits.load,
-        "python_text": python_text.load,
-        "synthetic": synthetic.load_synthetic,
+        "digits": built_in.load_digits,
+        "python_text": built_in.load_python_text,
+        "synthetic": built_in.load_synthetic,
         "synthetic_speech": speech.load,
-        "saddle": synthetic.load_saddle,
+        "saddle": built_in.load_saddle,
         "features": features.load,
         "mnist": mnist.load,
         "cifar10": cifar.load_cifar10,

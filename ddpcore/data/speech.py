@@ -1,7 +1,7 @@
 """Synthetic speech: the states of a hidden Markov model, which emit correlated frames of features.
 
 Like acoustic modelling, it is hard for large batches: classes are uneven, and the label depends on several frames. Its
-source is known, and so the smallest error that any classifier can reach: :meth:`Source.log_posterior`.
+source is known, and so the smallest error that any classifier can reach.
 """
 
 from __future__ import annotations
@@ -65,31 +65,6 @@ class Source:
             noise[:, t] = CORRELATION * noise[:, t - 1] + math.sqrt(1 - CORRELATION**2) * noise[:, t]
         return (self.means_CD[states] + noise) @ self.mixing_DF, states
 
-    def log_posterior(self, inputs: Tensor) -> Tensor:
-        """Log probabilities float64 ``[N, C]`` of the middle frame's state, given all frames ``[N, frames, F]``.
-
-        Exact, by the forward-backward recursion: the largest one is the Bayes classifier. Takes memory for N C^2
-        numbers.
-        """
-        latent = inputs.double() @ torch.linalg.pinv(self.mixing_DF)
-        middle = latent.shape[1] // 2
-        forward = self.prior_C.log() - 0.5 * _squares(latent[:, 0, None] - self.means_CD)
-        for t in range(1, middle + 1):
-            forward = torch.logsumexp(forward[:, :, None] + self._log_step(latent, t), dim=1)
-        backward = torch.zeros_like(forward)
-        for t in range(latent.shape[1] - 1, middle, -1):
-            backward = torch.logsumexp(self._log_step(latent, t) + backward[:, None, :], dim=2)
-        return torch.log_softmax(forward + backward, dim=1)
-
-    def _log_step(self, latent: Tensor, t: int) -> Tensor:
-        """Log density of state j and frame t, given state i and frame t - 1: ``[N, C, C]``, up to a constant."""
-        move = (1 - STAY) * self.prior_C.expand(len(self.prior_C), -1) + STAY * torch.eye(
-            len(self.prior_C), dtype=torch.float32, device="cpu"
-        )
-        before = CORRELATION * (latent[:, t - 1, None] - self.means_CD)
-        now = latent[:, t, None] - self.means_CD
-        return move.log() - _squares(now[:, None, :] - before[:, :, None]) / (2 * (1 - CORRELATION**2))
-
 
 def load(
     num_classes: int = NUM_CLASSES,
@@ -120,7 +95,3 @@ def load(
     train = Split(samples[:num_train], labels[:num_train])
     test = Split(samples[num_train:], labels[num_train:])
     return Dataset("synthetic_speech", train, test, num_classes, (num_frames, num_features))
-
-
-def _squares(vectors: Tensor) -> Tensor:
-    return vectors.square().sum(dim=-1)

@@ -7,9 +7,8 @@ from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
 from .hessian import Hessian
 from .hessian_statistics import HessianRecord, HessianStatistics
-from .landscape import landscape
+from .landscape import Plane, eigenvector_plane, landscape, plane_through, random_plane
 from .noise import NoiseStatistics
-from .planes import Plane, eigenvector_plane, plane_through, random_plane
 from .record import NoiseRecord
 from .spectra import Eigenvalues, Estimate, SpectralDensity
 from .weights import DataLoss

@@ -93,15 +93,9 @@ class Spread:
 def dynamics_of(
     products: Tensor, lr: float, full_loss: float, hessian_squares: float | None, num_learners: int, full_gradient: str
 ) -> Dynamics:
-    """The quantities of one step, from inner products of gradients.
+    """The quantities of one step, from the inner products of g_a, k and g, float64 ``[3, 3]``.
 
-    Args:
-        products: inner products of g_a, k and g, float64 ``[3, 3]``.
-        lr: the learning rate a.
-        full_loss: the full loss at w_a.
-        hessian_squares: ``1/n sum_j |H (w_j - w_a)|^2``; None if it was not measured.
-        num_learners: n.
-        full_gradient: a description in words of the samples of the full loss.
+    ``hessian_squares`` is ``1/n sum_j |H (w_j - w_a)|^2``; None if it was not measured.
     """
     (aa, ak, ag), (_, kk, kg), (_, _, gg) = products.tolist()
     square = lr * lr

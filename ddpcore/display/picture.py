@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import Chart, Series, band_parts, color_of, dash_of, distances
-from ddpcore.display.plot_option import check_plot
+from ddpcore.display.chart import Chart, Series, band_parts, check_plot, color_of, dash_of, distances
 from ddpcore.storage.limits import plain
 
 try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpcore.display.plot_option import check_plot
+from ddpcore.display.chart import check_plot
 from ddpcore.options.typed import check_choice
 from ddpcore.records.surface import Array, Surface
 

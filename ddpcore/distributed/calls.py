@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.strategies.learner import Learner
 
 
@@ -56,6 +57,7 @@ def register(watch: Watch) -> None:
     _OTHERS.clear()
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_check_step))
+        exclude_from_compilation(sys.modules[__name__], "_count")  # compiled code of other models runs it, too
         _hooks.append(nn.modules.module.register_module_parameter_registration_hook(_count))
         _hooks.append(nn.modules.module.register_module_module_registration_hook(_count))
 

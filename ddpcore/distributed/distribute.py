@@ -137,7 +137,10 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
         comm.note_topology(strategy.topology)
     comm.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.traits.averages_gradients:
-        text = f"{strategy.name}: there is one learner, so nothing is averaged: start more ranks, or pass learners="
+        text = (
+            f"{strategy.name}: there is one learner, so nothing is averaged (outer steps go on): start more ranks, or "
+            "pass learners="
+        )
         warnings.warn(text, stacklevel=3)
 
 
@@ -222,7 +225,8 @@ def _baseline(
     options: dict[str, Any],
 ) -> Distributed:
     if given := ", ".join(filter(None, (_given(options), connection.given()))):
-        raise ValueError(f"{strategy.name} does not use these options: leave {given} out")
+        more = " (init_process_group() takes its timeout)" if "timeout" in given else ""
+        raise ValueError(f"{strategy.name} does not use these options: leave {given} out{more}")
     _check_unused(model)
     comm = strategy.connect(group)
     return Distributed(strategy.wrap(model, group), comm)

@@ -42,6 +42,11 @@ class Distributed:
         self.nonfinite: list[NonFinite] = []
 
     @property
+    def learners_run(self) -> str:
+        """How virtual learners run, and why: ``together: ...`` in vmap, or ``in turn: ...``. Empty for real ranks."""
+        return ""
+
+    @property
     def models(self) -> Sequence[nn.Module]:
         """The models of the learners of this process: ``[model]`` for a baseline."""
         return [self.model]
@@ -63,13 +68,26 @@ class Distributed:
             ValueError: there are not as many losses as learners.
         """
         stacked = losses if isinstance(losses, Tensor) else torch.stack(list(losses))
-        num = len(self.models)
+        num = len(getattr(self.model, "rows", self.models))
         if stacked.shape not in ([(num,)] if num > 1 else [(), (1,)]):
             raise ValueError(
                 f"losses have shape {tuple(stacked.shape)}: pass one loss for each of {num} learners, such as "
                 "torch.stack([loss(o, y) for o, y in zip(outputs, labels)])"
             )
         stacked.sum().backward()
+
+    def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """Yield a batch by learners, so that the activations of one learner live at once, with the same bits.
+
+        ``for x, y in handle.split(x, y): handle.backward(loss_of_each(handle.model(x), y))`` runs forward and backward
+        passes of some virtual learners after those of others. One such loop is one pass of all learners. On a real rank
+        it yields the batch as it is.
+
+        Args:
+            tensors: ``[learners, batch, ...]``.
+            at_once: so many learners' rows in each part. None: one; all where ``vmap`` runs the learners.
+        """
+        yield tensors
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

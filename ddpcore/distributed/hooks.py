@@ -68,7 +68,8 @@ class HookedDistributed(Distributed):
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
-            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward)
+            waits = learner.comm.transport == "virtual"
+            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
@@ -87,9 +88,20 @@ class HookedDistributed(Distributed):
             self.model.register_forward_hook(hook.leave, always_call=True)
 
     @property
+    @override
+    def learners_run(self) -> str:
+        return self.model.choice if isinstance(self.model, LearnerModels) else ""
+
+    @property
     def models(self) -> Sequence[nn.Module]:
         """The learners' models: one on a rank, one per virtual learner."""
         return self.learner.models
+
+    @override
+    def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+        if isinstance(self.model, LearnerModels):
+            return self.model.split(*tensors, at_once=at_once)
+        return super().split(*tensors)
 
     @contextmanager
     @override
@@ -259,11 +271,21 @@ class HookedDistributed(Distributed):
         if self._watch.end_call(sys._getframe(1)):
             self._after_step()
 
+    def _join_average(self) -> None:
+        """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
+        flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
+        if self._buckets is None or watch.averaged or not watch.num_passes or not plan.averages_gradients:
+            return
+        if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
+            self._buckets.finish_without_pass()
+
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
+        if closure is None:
+            self._join_average()
         self._watch.before_step(closure)
         strategy.restore_weights(learner)
         if self._new_order is not None:
@@ -325,9 +347,12 @@ class _ForwardHook:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
+        if isinstance(module, LearnerModels) and module.rows.start:
+            self._is_inside = True  # in a loop over split(), which is one pass
+            return
         if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
             shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
-        if torch._C._current_graph_task_id() != -1 or not handle._watch.is_own_pass(module):
+        if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         is_new = self._is_inside or not self._called or id(module) in self._called
@@ -337,12 +362,25 @@ class _ForwardHook:
         if is_new:
             handle.before_forward()
 
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
+        raise AttributeError(
+            "torch.jit.script cannot compile a model in training: take the handle's evaluation_model()"
+        )
+
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """After a call of ``handle.model``, also after an error."""
         self._is_inside = False
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit.trace, torch.export or fake tensors run the model to read it, so no step begins."""
+    modes = torch._C._TorchDispatchModeKey
+    is_read = any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
+    return is_read or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 class _NoHook:

@@ -22,7 +22,7 @@ from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.batch import is_capturing
-from ddpcore.optim.weight_step import LARGE
+from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import (
@@ -45,6 +45,7 @@ class LoopWatch:
         on_nonfinite: one of ``ON_NONFINITE``, checked.
 
     Attributes:
+        averaged: whether gradients of this step are an average, or the loop asked for none.
         num_passes: forward passes of this step that record gradients.
         found: gradients that were not finite, by step. Averaged gradients are alike on all ranks, and so is this list
             then; else it has only learners of this process. In a group whose average is not finite, a rank names its
@@ -205,7 +206,7 @@ class LoopWatch:
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None
-        self._averaged = False  # whether a backward pass of this step has averaged gradients, or may leave it out
+        self.averaged = False  # whether a backward pass of this step has averaged gradients, or may leave it out
         self._has_average = False  # whether gradients of this step are an average
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
@@ -217,7 +218,7 @@ class LoopWatch:
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
-        self._averaged = True
+        self.averaged = True
 
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
@@ -230,7 +231,7 @@ class LoopWatch:
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
-        self._averaged, self._has_average, self._is_late = True, True, False
+        self.averaged, self._has_average, self._is_late = True, True, False
         if self._flat.num_rows > 1:
             self._note_all()
 
@@ -299,7 +300,7 @@ class LoopWatch:
                 "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
                 "each of handle.models"
             )
-        if closure is None and not self._averaged and plan.averages_gradients:
+        if closure is None and not self.averaged and plan.averages_gradients:
             self._check_averaged()
         if self._is_late:
             raise RuntimeError(

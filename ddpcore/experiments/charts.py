@@ -10,8 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
-from ddpcore.display.plot_option import check_plot
+from ddpcore.display.chart import COLORS, Chart, Number, Series, check_plot, finite
 from ddpcore.options.keys import get
 
 MOST_TICKS = 8  # of an axis

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpcore.options.extras import extra
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import is_finite
+from ddpcore.options.typed import is_finite, suggest
 
 HOLDS, FAILS, NOT_RUN, VOID = "holds", "does not hold", "not run", "void"
+WITHIN_SPREAD = f"{HOLDS}, within the spread"
+_ABOUT_SPREADS = ("count", "std", "paired")
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _COMPARISONS: dict[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -64,7 +65,10 @@ Outcomes = Mapping[str, Mapping[int, Outcome]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``holds``, ``does not hold``, ``not run`` or ``void``, with the number of seeds or the reason."""
+    """``holds``, ``does not hold``, ``not run`` or ``void``, with the number of seeds or the reason.
+
+    ``holds, within the spread``: it holds of the means, and not of each seed that all rows have.
+    """
 
     word: str
     reason: str = ""
@@ -123,7 +127,22 @@ def judge(
         return Verdict(VOID, void[0])
     used = [rows_in(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     num_seeds = min(len(_common_seeds(outcomes, rows)) for rows in used if rows)
-    return Verdict(HOLDS if holds else FAILS, "" if published else f"n={num_seeds}")
+    if published:
+        return Verdict(HOLDS if holds else FAILS)
+    word = (HOLDS if _holds_of_each(tree, outcomes, metric) else WITHIN_SPREAD) if holds else FAILS
+    return Verdict(word, f"n={num_seeds}")
+
+
+def _holds_of_each(tree: ast.expr, outcomes: Outcomes, metric: str) -> bool:
+    """Whether a predicate that holds of the means holds of each seed alone too, or is about the spread itself."""
+    rows = rows_in(tree)
+    if any(isinstance(node, ast.Call) and ast.unparse(node.func) in _ABOUT_SPREADS for node in ast.walk(tree)):
+        return True
+    of_seeds = [{row: {seed: outcomes[row][seed]} for row in rows} for seed in _common_seeds(outcomes, rows)]
+    try:
+        return all(_Evaluation(outcomes=of_seed, metric=metric).of(tree, bool) for of_seed in of_seeds)
+    except (_NotRun, ArithmeticError):  # a seed without a number
+        return False
 
 
 def rows_in(tree: ast.AST) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.plot_option import PLOT, check_plot
+from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.display.surfaces import KINDS
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import Parser, add_flags

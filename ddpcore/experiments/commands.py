@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.compare import compare
 from ddpcore.experiments.landscapes import landscapes
-from ddpcore.experiments.plan import Datasets, check_data, check_folder, check_runs, make_plan
-from ddpcore.experiments.run import run
+from ddpcore.experiments.plan import (
+    Datasets,
+    RunPlan,
+    backend_of,
+    check_data,
+    check_folder,
+    check_runs,
+    cost_of,
+    make_plan,
+)
+from ddpcore.experiments.run import run, run_in_torchrun
 from ddpcore.experiments.tables import markdown, print_comparison, run_label
 from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
@@ -55,8 +65,7 @@ def _list(options: ListOptions) -> int:
 
 
 def _run(options: RunOptions) -> int:
-    if launch.torchrun_world() is not None:
-        raise ValueError("a study starts its ranks itself: run it without torchrun")
+    torchrun = launch.torchrun_world()
     chosen = study.find_study(options.study)
     folder = Folder(options.out or Path("runs", chosen.name, options.scale))
     plan = make_plan(
@@ -68,8 +77,10 @@ def _run(options: RunOptions) -> int:
         first_seed=options.seed,
         num_seeds=options.seeds,
         max_runs=options.max_runs,
-        world_size=options.world_size,
+        world_size=options.world_size if torchrun is None else torchrun.world_size,
     )
+    if torchrun is not None:
+        return _run_in_torchrun(torchrun, plan, folder, options)
     check_folder(folder.path, plan.manifest, options.resume)
     finished = folder.finished()
     check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
@@ -80,6 +91,9 @@ def _run(options: RunOptions) -> int:
         folder.begin(plan.manifest, _warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
+        pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
+        for line in cost_of(pending, datasets) if pending else ():
+            print(line, flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
@@ -88,6 +102,27 @@ def _run(options: RunOptions) -> int:
     if options.plot is not None:
         _draw(compare([folder.path]), [options.plot])
     return 1 if num_failed else 0
+
+
+def _run_in_torchrun(world: launch.World, plan: RunPlan, folder: Folder, options: RunOptions) -> int:
+    """One of the ranks that torchrun has started, on one host or several: all rows run on all ranks."""
+    others = sorted({job.row for job in plan.jobs if job.ranks != world.world_size or job.kill_rank is not None})
+    if others or options.jobs > 1:
+        what = f"row {others[0]} does not run on them" if others else "--jobs starts processes"
+        raise ValueError(f"torchrun has started {world.world_size} ranks, and {what}: leave it out")
+    check_data(plan, Datasets())
+
+    def begin() -> set[tuple[str, int]]:
+        check_folder(folder.path, plan.manifest, options.resume)
+        folder.begin(plan.manifest, _warn)
+        return folder.finished()
+
+    with locked(folder.path) if world.rank == 0 else nullcontext():
+        backend = backend_of(plan.jobs[0])
+        launch.run(run_in_torchrun, (plan.jobs, begin, folder), world_size=world.world_size, backend=backend)
+    if world.rank == 0:
+        print(f"finished: ddpcore experiments compare {shown(folder.path)}")
+    return 0
 
 
 def _warn(line: str) -> None:

@@ -58,7 +58,7 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
                 raise ValueError(
                     f"{path}: row {name} has other published numbers than in {first}: compare it separately"
                 )
-    read = [read_results(path) for path, _ in entries]
+    entries, read = _merged(entries)
     results = [found for found, _ in read]
     crowded = [_crowded(other["rows"], found) for (_, other), found in zip(entries, results, strict=True)]
     return {
@@ -72,6 +72,33 @@ def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, 
         "lines": list(_lines(rows, manifest["metrics"], results)),
         "claims": list(_claims(_claims_of(entries), manifest, published, results, crowded)),
     }
+
+
+_Found = tuple[Results, list[str]]
+
+
+def _merged(entries: Sequence[tuple[Path, dict[str, Any]]]) -> tuple[list[tuple[Path, dict[str, Any]]], list[_Found]]:
+    """Folders of one scale with the same settings and other runs as one folder, so that verdicts see all their rows."""
+    merged: list[tuple[Path, dict[str, Any]]] = []
+    read: list[_Found] = []
+    for path, manifest in entries:
+        results, problems = read_results(path)
+        for place, (first, known) in enumerate(merged):
+            others, before = read[place]
+            shared = known["rows"].keys() & manifest["rows"].keys()
+            alike = all(known["rows"][row]["config"] == manifest["rows"][row]["config"] for row in shared)
+            same = all(known[key] == manifest[key] for key in ("scale", "set"))
+            if alike and same and others.keys().isdisjoint(results):
+                seeds = sorted({*known["seeds"], *manifest["seeds"]})
+                both = {**known, "rows": {**known["rows"], **manifest["rows"]}, "seeds": seeds}
+                both |= {key: _each_once(one.get(key, ()) for one in (known, manifest)) for key in ("notes", "claims")}
+                merged[place] = (Path(f"{first} + {path}"), both)
+                read[place] = ({**others, **results}, before + problems)
+                break
+        else:
+            merged.append((path, manifest))
+            read.append((results, problems))
+    return merged, read
 
 
 def _charts_of(manifest: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ddpcore.display.plot_option import SUFFIXES
+from ddpcore.display.chart import SUFFIXES
 from ddpcore.display.surfaces import plot_surfaces
 from ddpcore.experiments.command_line import LandscapeOptions
 from ddpcore.options.extras import extra

@@ -10,11 +10,11 @@ from typing import Any
 from ddpcore.data import Dataset
 from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
-from ddpcore.records.checkpoint import read_manifest as read_checkpoint
-from ddpcore.records.checkpoint import step_folder, steps_of
 from ddpcore.records.config import BOOKKEEPING
-from ddpcore.records.run import CHECKPOINTS, RECORD
+from ddpcore.records.run import CHECKPOINTS, RECORD, step_folder, steps_of
+from ddpcore.records.run import read_manifest as read_checkpoint
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
+from ddpcore.runtime.launch import torchrun_world
 from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import read_lines, to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
@@ -29,6 +29,7 @@ from ddpcore.training.build import (
     needs_ranks,
     shape_options,
 )
+from ddpcore.training.memory import GiB, activation_bytes, model_bytes, num_states
 from ddpcore.training.sections import StrategyConfig
 
 
@@ -65,6 +66,8 @@ class Job:
             learners = self.config.strategy.learners
             return "1 process" if learners == 1 else f"{learners} virtual learners of 1 process"
         processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
+        if self.config.strategy.learners > self.ranks:
+            processes += f" of {self.config.strategy.learners // self.ranks} virtual learners"
         if self.in_namespaces:
             return f"{processes} of one machine, in {self.hosts} network namespaces that stand for hosts"
         return processes if self.hosts == 1 else f"{processes} of one machine, standing for {self.hosts} hosts"
@@ -76,6 +79,33 @@ class RunPlan:
 
     jobs: tuple[Job, ...]
     manifest: Mapping[str, Any]
+
+
+def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
+    """What the runs that are not finished cost, in lines: their number, memory of the largest, bytes of checkpoints."""
+    samples: dict[int, str] = {}
+    disk = models = 0
+    for job in {job.row: job for job in pending}.values():
+        config, dataset = job.config, datasets.of(LearnerPlacement.of(job.config, None))
+        each = -(-config.data.batch_size // (config.strategy.learners * config.data.accumulation))
+        found = activation_bytes(config, dataset, each)
+        if found is not None:
+            samples[found * (config.strategy.learners_at_once or 1)] = f"{job.row}, a learner's {each} samples"
+        size, strategy = model_bytes(config, dataset), config.strategy
+        models += size * sum(other.row == job.row for other in pending)
+        if config.run.checkpoint_every != 0:
+            kept = config.run.keep_last + config.run.keep_best
+            disk = max(disk, kept * strategy.learners * size * (1 + num_states(config)))
+    rows, seeds = len({job.row for job in pending}), len({job.seed for job in pending})
+    lines = [f"{len(pending)} runs: {rows} rows, {seeds} seeds"]
+    if samples:
+        most = max(samples)
+        lines.append(f"activations, estimated: up to {most / GiB:.2f} GiB ({samples[most]})")
+    lines.append(
+        f"disk, estimated: up to {disk / GiB:.2f} GiB of checkpoints until a run has finished, then {models / GiB:.2f} "
+        "GiB of models of all runs"
+    )
+    return lines
 
 
 class Datasets:
@@ -118,7 +148,7 @@ def make_plan(
         first_seed: the seeds are consecutive numbers from this one.
         num_seeds: None is the number of the study.
         max_runs: the most runs, rows x seeds.
-        world_size: rows with this number of learners run on real ranks.
+        world_size: rows with this number of learners, or a multiple of it, run on so many real ranks.
 
     Raises:
         ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
@@ -126,10 +156,12 @@ def make_plan(
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
     learners = {name: config.strategy.learners for name, config in configs.items()}
-    if world_size is not None and world_size not in learners.values():
+    spread = {name for name, num in learners.items() if _shares_out(num, world_size)}
+    if world_size is not None and not spread:
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
-    ranks = {row.name: learners[row.name] if row.ranks or learners[row.name] == world_size else 0 for row in chosen}
+    ranks = {row.name: learners[row.name] if row.ranks else 0 for row in chosen}
+    ranks |= {row.name: world_size or 0 for row in chosen if row.name in spread and not row.ranks}
     seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
     jobs = [
         Job(
@@ -155,6 +187,13 @@ def make_plan(
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
+
+
+def _shares_out(num_learners: int, world_size: int | None) -> bool:
+    """Whether so many ranks have equally many of the learners, one at least."""
+    if world_size is None or num_learners == world_size:
+        return num_learners == world_size
+    return world_size > 1 and num_learners % world_size == 0
 
 
 def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
@@ -242,7 +281,7 @@ def backend_of(job: Job) -> str:
     Raises:
         ValueError: the ranks would share a GPU.
     """
-    choice = backend_here(job.config, job.ranks)
+    choice = backend_here(job.config, job.ranks, 1 if (joined := torchrun_world()) is None else joined.num_hosts)
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
     return choice.backend

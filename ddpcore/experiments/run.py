@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -14,11 +15,13 @@ from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ddpcore.experiments import hosts
 from ddpcore.experiments.metrics import curves_of, metrics_of
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
-from ddpcore.records.checkpoint import steps_of
-from ddpcore.records.run import CHECKPOINTS
+from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
@@ -76,8 +79,12 @@ def _has_namespaces() -> bool:
 
 
 def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
+    start, num = time.monotonic(), len(jobs) if isinstance(jobs, list) else 0
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
-        for job in jobs:
+        for place, job in enumerate(jobs):
+            if place and place < num:
+                left = (time.monotonic() - start) / place * (num - place) / 3600
+                print(f"about {left:.1f} h left for {num - place} runs, if they take as long", flush=True)
             _raise_if_asked(stop, f"before {job.row}")
             try:
                 result = _train(job, None, datasets)
@@ -95,7 +102,9 @@ def _raise_if_asked(stop: StopSignal, where: str) -> None:
 
 
 def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int], folder: Folder) -> None:
-    """Run in each of several processes: always the next job that no other process has taken."""
+    """Run in each of several processes: always the next job that no other process has taken. Process i takes GPU i."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(world.rank % torch.cuda.device_count())
 
     def next_job() -> Job | None:
         with next_index.get_lock():
@@ -138,6 +147,29 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         LearnerPlacement.of(job.config, world).barrier(f"the end of {job.row}")
 
 
+def run_in_torchrun(
+    world: World, jobs: Sequence[Job], begin: Callable[[], set[tuple[str, int]]], folder: Folder
+) -> None:
+    """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study.
+
+    Args:
+        world: of all hosts.
+        jobs: of the plan.
+        begin: begins the folder, on rank 0, and returns its finished runs.
+        folder: of the study.
+    """
+    news: list[Any] = [None]
+    if world.rank == 0:
+        try:
+            news = [begin()]
+        except ValueError as error:
+            news = [str(error)]
+    dist.broadcast_object_list(news)
+    if isinstance(news[0], str):
+        raise ValueError(news[0])
+    _work(world, [job for job in jobs if (job.row, job.seed) not in news[0]], folder)
+
+
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
     while not done.wait(POLL_SECONDS):
         if steps_of(job.path / CHECKPOINTS):
@@ -178,8 +210,10 @@ def _heading(job: Job) -> dict[str, Any]:
 
 
 def _finish(folder: Folder, result: dict[str, Any]) -> None:
-    """Write and print a result."""
+    """Write and print a result. Of a run that has finished, the model stays, and its checkpoints go."""
     folder.append(result)
+    if result["status"] == FINISHED:
+        shutil.rmtree(folder.run_path(result["row"], result["seed"]) / CHECKPOINTS, ignore_errors=True)
     where = f"{result['row']}, seed {result['seed']}, {result['place']}"
     if result["status"] == FAILED:
         print(f"{where}: failed: {plain(result['error'])}", flush=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpcore.options.typed import check_range
@@ -39,11 +39,9 @@ def conv_norm(
     return convolution, nn.BatchNorm2d(channels_out)
 
 
-def conv_norm_relu(
-    channels_in: int, channels_out: int, kernel_size: int = 1, *, stride: int = 1, groups: int = 1, bias: bool = False
-) -> tuple[nn.Module, ...]:
-    """:func:`conv_norm` and a ReLU."""
-    return *conv_norm(channels_in, channels_out, kernel_size, stride=stride, groups=groups, bias=bias), nn.ReLU()
+def conv_norm_relu(*sizes: int, **options: Any) -> tuple[nn.Module, ...]:
+    """:func:`conv_norm` of the same arguments and a ReLU."""
+    return *conv_norm(*sizes, **options), nn.ReLU()
 
 
 def shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
@@ -99,74 +97,3 @@ class ImageChain(Chain):
         super().__init__()
         self.features = nn.Sequential(*layers)
         self.head = PooledHead(channels, num_classes)
-
-
-class Block(nn.Module):
-    """Attention, then two linear layers with a GELU between them; each has a norm before it and a residual sum.
-
-    Args:
-        width: of a token.
-        num_heads: of attention.
-        mlp_width: hidden units of the two linear layers.
-        dropout: share of the outputs of attention, hidden and last layer that are set to zero in training.
-        drop_path: share of samples that skip the branches in training.
-        causal: a token attends only to itself and to the tokens before it.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        mlp_width: int,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        *,
-        causal: bool = False,
-    ) -> None:
-        super().__init__()
-        attention = SelfAttention(width, num_heads, causal=causal)
-        self.attention = nn.Sequential(nn.LayerNorm(width), attention, nn.Dropout(dropout))
-        self.mlp = nn.Sequential(
-            *(nn.LayerNorm(width), nn.Linear(width, mlp_width), nn.GELU(), nn.Dropout(dropout)),
-            *(nn.Linear(mlp_width, width), nn.Dropout(dropout)),
-        )
-        self.drop_path = DropPath(drop_path)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same shape."""
-        tokens = tokens + self.drop_path(self.attention(tokens))
-        outputs: Tensor = tokens + self.drop_path(self.mlp(tokens))
-        return outputs
-
-
-class SelfAttention(nn.Module):
-    """Multi-head self-attention (Vaswani et al. 2017); ``causal`` masks the tokens after each token."""
-
-    def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
-        super().__init__()
-        self.num_heads, self.causal = num_heads, causal
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, tokens, width] to the same shape."""
-        heads = self.query_key_value(tokens).unflatten(-1, (3, self.num_heads, -1))  # [B, tokens, 3, heads, head width]
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        outputs: Tensor = self.project(attended.transpose(1, 2).flatten(2))
-        return outputs
-
-
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training some samples become zeros, the others are scaled up."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """[B, ...] to the same shape, with the same expectation."""
-        if self.share == 0 or not self.training:
-            return branch
-        kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.share)
-        return branch * kept

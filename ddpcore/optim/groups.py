@@ -77,13 +77,18 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
         others = _embeddings(model) | {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
         others |= _no_factors_and_head(model, [p for _, p in weights])
         joint = _joint_projections(model) - others
+        kernels = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv1d | nn.ConvTranspose1d)}
+        batches = {id(p) for _, p in weights if p.ndim == 3} - kernels  # the user says what they are
         hidden = [(name, p) for name, p in weights if id(p) not in others]
         groups = [
-            {"params": [pair for pair in hidden if id(pair[1]) not in joint], "rule": "muon"},
+            {"params": [pair for pair in hidden if id(pair[1]) not in joint | batches], "rule": "muon"},
+            {"params": [pair for pair in hidden if id(pair[1]) in batches], "rule": "muon"},
             {"params": [pair for pair in hidden if id(pair[1]) in joint], "rule": "muon", "split": 3},
             {"params": [(name, p) for name, p in weights if id(p) in others], "rule": "adamw"},
             {"params": vectors, "rule": "adamw"},
         ]
+        if any(param.ndim == 3 for _, param in groups[0]["params"]):
+            groups[0]["batched"] = False  # each is the kernel of a convolution
         for group in groups:
             group["weight_decay"] = 0.0 if group is groups[-1] else weight_decay
     return [group for group in groups if group["params"]]

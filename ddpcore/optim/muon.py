@@ -23,9 +23,11 @@ from ddpcore.optim.newton_schulz import (
     owners_of,
     takes_gram,
 )
+from ddpcore.optim.shard_exchange import ShardExchange
+from ddpcore.optim.shards import divided, local_gradients
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
-from ddpcore.parameters.shards import is_dtensor
+from ddpcore.parameters.shards import is_dtensor, local
 
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")
@@ -45,6 +47,10 @@ class Muon(SavedOptimizer):
     shape are one batch of matrix products, so that results differ by the rounding of these products. All other
     parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
+    **Shards.** A parameter may be a DTensor that one dimension of its mesh divides, as FSDP2 does. Each matrix is
+    gathered on one of these ranks, orthogonalized there, and its shards are sent back: so no rank does the work of
+    another, and an all-to-all each way carries all matrices.
+
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
     the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
     has no process group: each rank orthogonalizes all matrices.
@@ -52,7 +58,9 @@ class Muon(SavedOptimizer):
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
             :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
-            matrices of equally many rows, such as the projections of queries, keys and values.
+            matrices of equally many rows, such as the projections of queries, keys and values. A group with parameters
+            of three dimensions says what they are: ``batched=True`` for matrices ``[E, M, N]``, such as experts, and
+            ``batched=False`` for the kernel of a convolution.
         lr: learning rate; a number or a tensor.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -70,8 +78,9 @@ class Muon(SavedOptimizer):
         process_group: see above.
 
     Raises:
-        ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions or is a
-            DTensor; a parameter is complex; there are no parameters.
+        ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions, or three
+            without ``batched``, or is a DTensor that several dimensions of a mesh divide; a parameter is complex; there
+            are no parameters.
         RuntimeError: in ``step``, a gradient is sparse, or has not the dtype or the device of its parameter.
     """
 
@@ -112,6 +121,7 @@ class Muon(SavedOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "rule": "muon",
             "split": 1,
+            "batched": None,
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
@@ -174,9 +184,11 @@ class Muon(SavedOptimizer):
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
         groups = [group for group in self.param_groups if group["rule"] == "muon"]
-        matrices = [matrix for group in groups for matrix in self._matrices(group)]
+        members = [member for group in groups for member in self._members(group)]
+        matrices = [matrix for member in members if member.shard is None for matrix in member.matrices()]
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
             matrix.step(update)
+        self._step_shards([member for member in members if member.shard is not None])
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss
 
@@ -196,8 +208,8 @@ class Muon(SavedOptimizer):
             own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]
         self._adamw.step()
 
-    def _matrices(self, group: Group) -> Iterator[_Matrix]:
-        """The matrices of a group that have gradients, after a step of their momentum."""
+    def _members(self, group: Group) -> Iterator[_Member]:
+        """The parameters of a group that have gradients, after a step of their momentum."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         for param in params:
             momentum = self.state[param].get("momentum_buffer")
@@ -205,14 +217,38 @@ class Muon(SavedOptimizer):
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             elif momentum.dtype != param.dtype:  # the model has a new dtype
                 self.state[param]["momentum_buffer"] = momentum.to(param.dtype)
-        momenta = [self.state[param]["momentum_buffer"] for param in params]
+        momenta = [local(self.state[param]["momentum_buffer"]) for param in params]
+        grads = local_gradients(params, [param.grad for param in params], list)
         if params:
-            torch._foreach_lerp_(momenta, [param.grad for param in params], 1 - float(group["momentum"]))
-        for param, momentum in zip(params, momenta, strict=True):
-            assert param.grad is not None
-            parts = (tensor.chunk(group["split"]) for tensor in (param, param.grad, momentum))
-            for weights, grad, part in zip(*parts, strict=True):
-                yield _Matrix(weights, grad, part, group, self._dtype_of(param))
+            torch._foreach_lerp_(momenta, grads, 1 - float(group["momentum"]))
+        for param, grad, momentum in zip(params, grads, momenta, strict=True):
+            yield _Member(param, local(param), grad, momentum, group, self._dtype_of(param))
+
+    def _step_shards(self, members: list[_Member]) -> None:
+        """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""
+        kinds: dict[Any, list[_Member]] = {}
+        for member in members:
+            assert member.shard is not None
+            kinds.setdefault((member.shard[0], member.param.dtype, member.part.device), []).append(member)
+        for (group, dtype, device), mine in kinds.items():
+            shapes = [member.param.shape for member in mine]
+            costs = [
+                sum(one.cost for one in member.on(torch.empty(member.param.shape, device="meta"))) for member in mine
+            ]
+            owners = owners_of(costs, dist.get_world_size(group))
+            exchange = ShardExchange(group, shapes, [member.shard[1] for member in mine if member.shard], owners)
+            wholes = exchange.gather([member.direction() for member in mine])
+            owned = [mine[index].on(whole) for index, whole in zip(exchange.owned, wholes, strict=True)]
+            updates = iter(_orthogonal([matrix for matrices in owned for matrix in matrices]))
+            results = [
+                torch.cat([matrix.upright(next(updates)).flatten() for matrix in matrices]).view(whole.shape)
+                for matrices, whole in zip(owned, wholes, strict=True)
+            ]
+            stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
+            shards = exchange.scatter(results, torch.empty(0, dtype=stored, device=device))
+            for member, shard in zip(mine, shards, strict=True):
+                matrix = next(iter(member.on(torch.empty(member.param.shape, device="meta"))))
+                _decay_and_add(member.part, shard, member.group, matrix.shape)
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
@@ -241,6 +277,41 @@ class Muon(SavedOptimizer):
             for part, row in zip(parts, received, strict=True):
                 updates.update((id(matrix), place) for matrix, place in _places(part, row))
         return [updates[id(matrix)] for matrix in matrices]
+
+
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """A parameter of one step, or this rank's part of it."""
+
+    param: Any
+    part: Tensor
+    grad: Tensor
+    momentum: Tensor
+    group: Group
+    dtype: torch.dtype  # of the products
+
+    @property
+    def shard(self) -> tuple[dist.ProcessGroup, int] | None:
+        """The ranks that have its shards, and the dimension that is divided; None if this rank has all of it."""
+        return divided(self.param) if is_dtensor(self.param) else None
+
+    def matrices(self) -> Iterator[_Matrix]:
+        """Its matrices, if this rank has all of it."""
+        parts = (self._parts(tensor) for tensor in (self.part, self.grad, self.momentum))
+        for weights, grad, momentum in zip(*parts, strict=True):
+            yield _Matrix(weights, grad, momentum, self.group, self.dtype)
+
+    def on(self, direction: Tensor) -> list[_Matrix]:
+        """The matrices of a whole u, which need no other tensor: ``lerp`` of u and u is u."""
+        return [_Matrix(part, part, part, self.group, self.dtype) for part in self._parts(direction)]
+
+    def direction(self) -> Tensor:
+        """u of this rank's part."""
+        momentum = float(self.group["momentum"])
+        return self.grad.lerp(self.momentum, momentum) if self.group["nesterov"] else self.momentum
+
+    def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.unbind() if self.group["batched"] else tensor.chunk(self.group["split"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,16 +361,25 @@ class _Matrix:
         matrix = direction.flatten(1)
         return matrix.mT if self.shape[0] > self.shape[1] else matrix
 
+    def upright(self, update: Tensor) -> Tensor:
+        """O(u) with the rows and columns of the matrix."""
+        rows, columns = self.shape
+        return update.mT if rows > columns else update
+
     def step(self, update: Tensor) -> None:
         """Decay the weights and subtract the update."""
-        lr, (rows, columns) = float(self.group["lr"]), self.shape
-        if self.group["adjust_lr_fn"] == "match_rms_adamw":
-            scale = 0.2 * math.sqrt(max(rows, columns))
-        else:
-            scale = math.sqrt(max(1, rows / columns))
-        self.param.mul_(1 - lr * float(self.group["weight_decay"]))
-        update = update.mT if rows > columns else update
-        self.param.add_(update.reshape(self.param.shape), alpha=-lr * scale)
+        _decay_and_add(self.param, self.upright(update), self.group, self.shape)
+
+
+def _decay_and_add(weights: Tensor, update: Tensor, group: Group, shape: tuple[int, int]) -> None:
+    """Decay the weights of a matrix of this shape, or of a part of it, and subtract the update."""
+    lr, (rows, columns) = float(group["lr"]), shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        scale = 0.2 * math.sqrt(max(rows, columns))
+    else:
+        scale = math.sqrt(max(1, rows / columns))
+    weights.mul_(1 - lr * float(group["weight_decay"]))
+    weights.add_(update.reshape(weights.shape), alpha=-lr * scale)
 
 
 def _orthogonal(matrices: list[_Matrix]) -> list[Tensor]:
@@ -341,8 +421,17 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
     where = "put it in a group with rule='adamw', as param_groups(model, weight_decay, rule='muon') does"
     if param.ndim < 2:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
+    if param.ndim == 3 and group["batched"] is None:
+        raise ValueError(
+            f"parameter {name} has three dimensions: give its group batched=True if it is {len(param)} matrices, or "
+            "batched=False if it is the kernel of a convolution"
+        )
+    if group["batched"] and param.ndim != 3:
+        raise ValueError(
+            f"parameter {name} has {param.ndim} dimensions, and batched=True takes [E, M, N]: leave it out"
+        )
     if is_dtensor(param):
-        raise ValueError(f"parameter {name} is a DTensor, and Muon needs whole matrices: {where}")
+        divided(param, name)
     if len(param) % group["split"]:
         raise ValueError(f"parameter {name} has {len(param)} rows, which split={group['split']} does not divide")
 
@@ -362,6 +451,10 @@ def _check_options(group: Group) -> None:
         check_number(f"adamw_betas[{index}]", beta, below=1.0)
     check_number("eps", group["eps"])
     check_number("adamw_eps", group["adamw_eps"])
+    if group["batched"] not in (None, True, False) or (group["batched"] and group["split"] != 1):
+        raise ValueError(
+            f"batched is {group['batched']!r}: it must be True, False or None, and True goes without split"
+        )
     if not isinstance(group["split"], int) or group["split"] < 1:
         raise ValueError(f"split is {group['split']!r}: it must be an integer from 1 on")
     steps = group["ns_steps"]

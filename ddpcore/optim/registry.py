@@ -61,7 +61,8 @@ def build_optimizer(
         model: may not be in training with another optimizer.
         lr: its learning rate.
         options: by keyword.
-        two_groups: biases and norms apart, see :func:`ddpcore.optim.param_groups`.
+        two_groups: biases and norms apart, see :func:`ddpcore.optim.param_groups`; ``always_adapt`` of the options,
+            if it is there, counts for them too.
         max_grad_norm: for those that clip gradients themselves; the caller clips for others.
 
     Raises:
@@ -77,4 +78,7 @@ def build_optimizer(
         if default is inspect.Parameter.empty:
             raise ValueError(f"optimizer {name} has no weight_decay with a default: leave param_groups out")
         params = param_groups(model, given.get("weight_decay", default), rule="muon" if for_muon else None)
+        for group in params:  # a given option counts for all groups
+            if "always_adapt" in given and "always_adapt" in group:
+                del group["always_adapt"]
     return OPTIMIZERS.build(name, params, lr=lr, **given)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
@@ -50,6 +51,22 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
             f"state_dict: {name} of parameter {index} is laid out as {placements_of(value)} on {mesh_of(value)}, and "
             f"the parameter as {placements_of(param)} on {mesh_of(param)}: redistribute it first"
         )
+
+
+def divided(tensor: Any, name: object = "") -> tuple[dist.ProcessGroup, int] | None:
+    """The ranks that have shards of a DTensor, and the dimension that they divide; None if each rank has all of it.
+
+    Raises:
+        ValueError: several dimensions of the mesh divide it, or one divides it in another way than ``torch.chunk``.
+    """
+    mesh, placements = mesh_of(tensor), placements_of(tensor)
+    dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
+    if len(dims) > 1 or any(type(placements[dim]).__name__ != "Shard" for dim in dims):
+        raise ValueError(
+            f"parameter {name} is laid out as {placements}, and Muon gathers a matrix along one dimension: put "
+            "it in a group with rule='adamw'"
+        )
+    return (mesh.get_group(dims[0]), placements[dims[0]].dim) if dims else None
 
 
 def first_of_shard(tensor: Any) -> int:

@@ -19,10 +19,9 @@ from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, Rule, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
-from ddpcore.parameters.flat import FlatParameters, Segment
+from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 
 _gradient_of = attrgetter("grad")
-LARGE = 2**16  # a gradient with more elements gets its own kernel call, which is cheaper than a copy into grad_LP
 
 
 class Stepped(Protocol):
@@ -176,13 +175,13 @@ class WeightStep:
         pieces = columns.pieces_of(params, own)
 
         def rows_of(buffer_LP: Tensor) -> list[Tensor]:
-            return [row for begin, end, _ in pieces for row in buffer_LP[:, begin:end].unbind(0)]
+            return [row for begin, end, _ in pieces for row in rows_in(buffer_LP, begin, end)]
 
         weights = rows_of(flat.param_LP)
         buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
         getattr(ops, optimizer.rule.operator)(
             weights,
-            [row for _, _, grad in pieces for row in grad.unbind(0)],
+            [row for begin, end, rows in pieces for row in rows or rows_in(flat.grad_LP, begin, end)],
             *buffers,
             [],
             [optimizer.state[params[0]]["step"]] if names else [],
@@ -195,6 +194,12 @@ class WeightStep:
         )
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(params)
+
+
+def rows_in(buffer_LP: Tensor, begin: int, end: int) -> Sequence[Tensor]:
+    """Columns of all rows, one tensor a row; one tensor of all rows if these are all columns."""
+    whole = begin == 0 and end == buffer_LP.shape[1] and buffer_LP.is_contiguous()
+    return (buffer_LP.view(-1),) if whole else buffer_LP[:, begin:end].unbind(0)
 
 
 class _Columns:
@@ -261,27 +266,30 @@ class _Columns:
             self._held.clear()
             self._states.clear()
 
-    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, Tensor]]:
-        """(begin, end, gradients ``[L, n]``) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
+    def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, list[Tensor]]]:
+        """(begin, end, rows) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
 
         Args:
             params: the parameters of one group.
             own: gradients outside of ``grad_LP``, by the parameter's index.
+
+        Returns:
+            The rows are the learners' gradients, where one of them is outside, and else empty.
         """
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:
             self._spans[members] = self._spans_of(set(members))
-        pieces: list[tuple[int, int, Tensor]] = []
-        is_open = False  # whether the last piece is part of grad_LP
+        num, outside = len(self.layout), {index % len(self.layout) for index in own}
+        pieces: list[tuple[int, int, list[Tensor]]] = []
         for index, begin, end, size in self._spans[members]:
-            if index in own:
-                pieces.append((begin, begin + size, own[index]))
-            elif is_open and pieces[-1][1] == begin:
-                first = pieces[-1][0]
-                pieces[-1] = (first, end, self._flat.grad_LP[:, first:end])
+            if index in outside:
+                inside = self._flat.grad_LP[:, begin : begin + size].unbind(0)
+                rows = [own.get(row * num + index, gradient) for row, gradient in enumerate(inside)]
+                pieces.append((begin, begin + size, rows))
+            elif pieces and not pieces[-1][2] and pieces[-1][1] == begin:
+                pieces[-1] = (pieces[-1][0], end, [])
             else:
-                pieces.append((begin, end, self._flat.grad_LP[:, begin:end]))
-            is_open = index not in own
+                pieces.append((begin, end, []))
         return pieces
 
     def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:

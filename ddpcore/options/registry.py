@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import typed
+from ddpcore.options.typed import suggest, typed
 
 Part = TypeVar("Part")
 Factory = Callable[..., Part]

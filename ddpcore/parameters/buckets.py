@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from ddpcore.parameters.bucket_plan import BucketTracker
-from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import weakly
+from ddpcore.parameters.flat import LARGE, FlatParameters
+from ddpcore.parameters.hooks import (
+    exclude_from_compilation,
+    has_hook_after,
+    num_hooks,
+    refuse_compiled_autograd,
+    weakly,
+)
 from ddpcore.parameters.shards import local
 
 
@@ -40,22 +46,33 @@ class GradientBuckets:
         on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`.
         on_end: gets the indices of the segments in the order of their gradients. With several learners a segment is
             complete when every learner has its gradient.
+        waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
+            are then gathered together.
     """
 
     def __init__(
-        self, flat: FlatParameters, on_message: Callable[[Tensor], None], on_end: Callable[[list[int]], None]
+        self,
+        flat: FlatParameters,
+        on_message: Callable[[Tensor], None],
+        on_end: Callable[[list[int]], None],
+        *,
+        waits: bool = False,
     ) -> None:
-        self.flat = flat
+        self.flat, self.waits = flat, waits
         self.paused = False
         self.num_paused = 0  # gradients that came while paused
         self._on_message = on_message
         self._on_end = on_end
         self._pass = -1  # autograd's number of the current backward pass
+        self._is_open = False  # whether a pass has begun and not ended
         self._order: list[int] = []  # segments, when their last row was complete
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
         self._rows: set[int] = set()  # learners that had a backward pass
+        self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
+        self._num_hooks = -1  # of this process, when _late was read
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
+        exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
         self._tracker = BucketTracker([], [])
@@ -74,9 +91,9 @@ class GradientBuckets:
         for handle in self._handles.values():
             handle.remove()
 
-    @torch.no_grad()
     def _hook(self, parameter: Tensor) -> None:
-        if self.paused or parameter.grad is None:  # torch also calls hooks of a parameter that was frozen meanwhile
+        gradient = parameter.grad
+        if self.paused or gradient is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             self.num_paused += self.paused
             return
         index, current = self.flat.index[id(parameter)], torch._C._current_graph_task_id()
@@ -85,31 +102,54 @@ class GradientBuckets:
         row, segment = divmod(index, len(self.flat.segments))
         if current != self._pass:
             self._begin(current, row in self._rows)
-        if parameter.grad.requires_grad:
+        if gradient.requires_grad:
             raise RuntimeError(
                 "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
                 "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             )
+        self._seen.add(index)
+        self._rows.add(row)
+        is_small = gradient.numel() < LARGE
+        del gradient  # gather_grad counts references
+        if self.waits and is_small:
+            self._note_final(segment)
+        elif self._runs_last(parameter) and id(parameter) not in self._late:
+            self._gather(parameter, index)
+            if self._note_final(segment) and not self.waits:
+                self._send(self._tracker.mark(segment))
+
+    @torch.no_grad()
+    def _gather(self, parameter: Tensor, index: int) -> None:
         view = self.flat.grad_views[index]
         if parameter.grad is view and local(view).data_ptr() != self.flat.grad_pointers[index]:
             self.flat.renew_grad_views()  # the program has set grad.data
         del view  # gather_grad counts references
-        self._seen.add(index)
-        self._rows.add(row)
-        if not self._runs_last(parameter):
-            return
         self.flat.gather_grad(index)
         self._sent.add(index)
+
+    def _note_final(self, segment: int) -> bool:
+        """A learner's gradient is final. Returns whether all learners' are."""
         self._num_missing[segment] -= 1
         if self._num_missing[segment] == 0:
             self._order.append(segment)
-            self._send(self._tracker.mark(segment))
+            return True
+        return False
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
+        refuse_compiled_autograd()
+        if self.waits and self._is_open:
+            raise RuntimeError(
+                "the backward pass runs on the graph of an earlier pass that failed, so its gradients are wrong: call "
+                "zero_grad() and the model again"
+            )
         self._pass = current
         if is_new:
             self.restart()
+        self._is_open = True
+        if self._num_hooks != num_hooks():
+            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or has_hook_after(p)}
+            self._num_hooks = num_hooks()
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -138,16 +178,25 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _end(self) -> None:
-        num = len(self.flat.segments)
+        num, self._is_open = len(self.flat.segments), False
         if len(self._rows) < self.flat.num_rows:
             return  # the other learners have their backward passes later
+        if self.waits and tuple(map(Tensor.data_ptr, self.flat.grad_views)) != self.flat.grad_pointers:
+            self.flat.renew_grad_views()  # the program has set grad.data
         self.flat.gather_grads(left=self._sent)
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)
 
+    def finish_without_pass(self) -> None:
+        """Send zeros, as a backward pass that gives no parameter a gradient."""
+        self.restart()
+        self._rows.update(range(self.flat.num_rows))
+        self._end()
+
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
+        self._is_open = False
         self._order.clear()
         self._seen.clear()
         self._sent.clear()

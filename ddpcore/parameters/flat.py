@@ -23,6 +23,7 @@ from ddpcore.parameters.hooks import HookWatch
 from ddpcore.parameters.shards import Shards, local
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
+LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 _gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
@@ -194,8 +195,10 @@ class FlatParameters:
     def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
         """The gradient, or a copy if it is in the flat buffer, as the gradient of another learner is."""
         assert gradient is not None
-        inside = gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
-        return gradient.clone() if inside else gradient
+        return gradient.clone() if self._is_inside(gradient) else gradient
+
+    def _is_inside(self, gradient: Tensor) -> bool:
+        return gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
 
     def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Add all learners' gradients to ``grad_LP``, as autograd adds each of them to ``.grad``.
@@ -251,20 +254,23 @@ class FlatParameters:
         self.grad_views = tuple(views)
 
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
-        """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[1, n]`` by parameter index.
+        """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[n]`` by parameter index.
 
-        Gradients of fewer than ``min_numel`` elements are left out, and all where several learners share the buffer.
+        Those of fewer than ``min_numel`` elements are left out: a copy into ``grad_LP`` costs less than a kernel call.
         """
-        if self.num_rows > 1 or self.shards is not None:
+        large = [(place, segment) for place, segment in enumerate(self.segments) if segment.numel >= min_numel]
+        if not large or self.shards is not None:
             return {}
+        num, gradients = len(self.segments), list(map(_gradient_of, self.parameters))
         return {
-            index: gradient.as_strided((1, segment.numel), (segment.numel, 1))
-            for index, (parameter, segment) in enumerate(zip(self.parameters, self.segments, strict=True))
-            if segment.numel >= min_numel
-            and (gradient := parameter.grad) is not None
+            index: gradient.as_strided((segment.numel,), (1,))
+            for place, segment in large
+            for index in range(place, len(gradients), num)
+            if (gradient := gradients[index]) is not None
             and gradient is not self.grad_views[index]
             and gradient.layout == torch.strided
             and gradient.stride() == segment.stride
+            and not self._is_inside(gradient)
         }
 
     def gather_grad(self, index: int) -> None:

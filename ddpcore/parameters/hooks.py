@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,6 +60,26 @@ def _has_node(parameter: Tensor) -> bool:
     return "ddpcore" in second
 
 
+def has_hook_after(parameter: Tensor) -> bool:
+    """Whether the parameter's accumulation node has hooks (``node.register_hook``), which run after all others."""
+    node: Any = get_gradient_edge(parameter).node
+    with own_hooks():  # a handle gives all hooks of its kind
+        handle = node.register_hook(lambda *_: None)
+        num = len(handle.hooks_dict_ref())
+        handle.remove()
+    return num > 1
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise RuntimeError if the backward pass is compiled. It runs hooks at other times than autograd does."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        raise RuntimeError(
+            "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
+            "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
+        )
+
+
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
     reference = weakref.WeakMethod(method)
@@ -70,15 +92,17 @@ def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 @functools.cache
-def exclude_from_compilation(kind: type[Any], *names: str, recursive: bool = True, reason: str | None = None) -> None:
-    """Apply ``torch.compiler.disable`` to methods of a class. Call it when an object of the class is made.
+def exclude_from_compilation(
+    kind: type[Any] | ModuleType, *names: str, recursive: bool = True, reason: str | None = None
+) -> None:
+    """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
 
     As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
     as importing torch.
 
     Args:
-        kind: the class.
-        names: of its methods.
+        kind: the class or module.
+        names: of its methods or functions.
         recursive, reason: see ``torch.compiler.disable``.
     """
     for name in names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
-from ddpcore.parameters.vmap_rules import VmapRules
+from ddpcore.parameters.flat import LARGE, FlatParameters
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
+from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
@@ -28,8 +28,10 @@ class LearnerModels(nn.Module):
     Args:
         models: one per learner, alike.
         flat: their parameters, row j of learner j.
+        rows: the learners that the next call runs: all, except inside a loop over :meth:`split`.
         vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
-            the bits of a real learner. None chooses vmap for plain models: an ``nn.Sequential`` of linear layers,
+            the bits of a real learner. None chooses vmap for plain models if it makes their step faster
+            (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
             normalisations of samples and activations, or of classes that set ``vectorizes = True`` beside
             their ``forward``. ``"measure"`` times both on the first batch and keeps the faster. Models with hooks or
             parametrizations always run in turn.
@@ -43,7 +45,38 @@ class LearnerModels(nn.Module):
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
+        self.rows = range(len(self.models))
+        self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
         self.vectorize = vectorize
+        self._wants_vmap, self._why = bool(vectorize), f"vectorize={vectorize!r}"
+        if vectorize is None:
+            self._wants_vmap, self._why = choice_by_shape(flat)
+
+    @property
+    def choice(self) -> str:
+        """How the models run, and why: ``together: ...`` or ``in turn: ...``."""
+        if self._wants_vmap and not self._rules.allow(plain_only=self.vectorize is None):
+            return "in turn: models have hooks or differ, or are not known to compute the same in vmap"
+        return f"{'together' if self._wants_vmap else 'in turn'}: {self._why}"
+
+    def runs_in_vmap(self) -> bool:
+        """Whether a call runs all learners together; for ``"measure"``, whether it may."""
+        wanted = self._wants_vmap or self.vectorize == "measure"
+        return wanted and self._rules.allow(plain_only=self.vectorize is None)
+
+    def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+        """See :meth:`ddpcore.Distributed.split`."""
+        num = len(self.models)
+        if self.vectorize != "measure":
+            self._in_vmap = self.runs_in_vmap()
+        if at_once is None:
+            at_once = 1 if self._in_vmap is False else num
+        try:
+            for begin in range(0, num, at_once):
+                self.rows = range(begin, min(begin + at_once, num))
+                yield tuple(tensor[begin : self.rows.stop] for tensor in tensors)
+        finally:
+            self.rows, self._in_vmap = range(num), None
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
@@ -51,8 +84,9 @@ class LearnerModels(nn.Module):
         Returns:
             The learners' outputs: tensors in them are stacked, other values are lists with one item per learner.
         """
-        num = len(self.models)
-        tensors = [x for x in tree_flatten((inputs, named_inputs))[0] if isinstance(x, Tensor)]
+        num = len(self.rows)
+        is_one = not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor)
+        tensors = inputs if is_one else [x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor)]
         for tensor in tensors:
             if tensor.dim() == 0 or len(tensor) != num:
                 raise ValueError(
@@ -61,20 +95,25 @@ class LearnerModels(nn.Module):
                 )
         if self.vectorize == "measure":
             allowed = self._rules.allow(plain_only=False)
-            self.vectorize = allowed and self._is_faster_vectorized(inputs, named_inputs)
+            self.vectorize = self._wants_vmap = allowed and self._is_faster_vectorized(inputs, named_inputs)
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
-        if in_transform or not tensors or self.vectorize is False:
+        if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
-        if self._rules.allow(plain_only=self.vectorize is None):
+        if self.runs_in_vmap() if self._in_vmap is None else self._in_vmap:
             return self._together(inputs, named_inputs)
         return self._in_turn(inputs, named_inputs)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
-        rows = _Rows.apply(token, flat, *flat.stacks_of(flat.param_LP), *flat.parameters)
+        first, models = self.rows.start, self.models[self.rows.start : self.rows.stop]
+        num_segments, param_LP = len(flat.segments), flat.param_LP[first : self.rows.stop]
+        parameters = flat.parameters
+        if len(models) < len(self.models):
+            parameters = parameters[first * num_segments : self.rows.stop * num_segments]
+        rows = _Rows.apply(token, flat, parameters, *flat.stacks_of(param_LP), *parameters)
         stacks = dict(zip(self._rules.names, rows, strict=True))
-        own = [dict(self._rules.untrained(model)) for model in self.models] if self._rules.have_untrained else [{}]
+        own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
         values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
         structure: Any = None
@@ -94,7 +133,7 @@ class LearnerModels(nn.Module):
                 model_buffers[name].data.copy_(row.detach())
         self._watch_weights(outputs)
         rest = iter(outputs)
-        leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(self.models) for value in values]
+        leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(models) for value in values]
         return tree_unflatten(leaves, structure)
 
     def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
@@ -115,10 +154,16 @@ class LearnerModels(nn.Module):
                     output.register_hook(check)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        results = []
-        for row, model in enumerate(self.models):
-            args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
-            results.append(model(*args, **kwargs))
+        models = [self.models[place] for place in self.rows]
+        if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
+            results = [model(_row_of(inputs[0], row)) for row, model in enumerate(models)]
+            if all(isinstance(result, Tensor) for result in results):
+                return torch.stack(results)
+        else:
+            results = []
+            for row, model in enumerate(models):
+                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
+                results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
@@ -129,30 +174,38 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
     def _is_faster_vectorized(self, inputs: Any, named_inputs: Any) -> bool:
-        """Time both ways; random numbers and buffers do not change."""
+        """Time both ways, with the copies of gradients to the flat buffer; random numbers and buffers do not change."""
         seconds: dict[bool, list[float]] = {True: [], False: []}
-        device = self._flat.param_LP.device
+        flat, device = self._flat, self._flat.param_LP.device
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
+        places = flat.views_of(torch.empty_like(flat.param_LP))
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
                 for _ in range(1 + TRIALS):  # the first is a warm-up
                     for together, run in ((True, self._together), (False, self._in_turn)):
                         start = time.perf_counter()
                         try:
-                            outputs = [x for x in tree_flatten(run(inputs, named_inputs))[0] if isinstance(x, Tensor)]
+                            outputs = [x for x in tree_leaves(run(inputs, named_inputs)) if isinstance(x, Tensor)]
                             total = torch.stack([output.float().sum() for output in outputs]).sum()
-                            torch.autograd.grad(total, self._flat.parameters, allow_unused=True)
+                            found = torch.autograd.grad(total, flat.parameters, allow_unused=True)
                         except RuntimeError:
                             if not together:
                                 raise
-                            return False  # vmap cannot run every model
+                            self._why = "vmap cannot run the models"
+                            return False
+                        pairs = zip(places, found, strict=True)
+                        copied = [(x, g) for x, g in pairs if g is not None and (together or g.numel() < LARGE)]
+                        for place, gradient in copied:
+                            place.copy_(gradient)
                         if device.type == "cuda":
                             torch.cuda.synchronize()
                         seconds[together].append(time.perf_counter() - start)
         finally:
             for buffer, value in buffers:
                 buffer.data.copy_(value)
-        return min(seconds[True][1:]) < min(seconds[False][1:])
+        vmap, turn = (1000 * min(seconds[way][1:]) for way in (True, False))
+        self._why = f"measured {vmap:.2f} ms in vmap, {turn:.2f} ms in turn, forward and backward"
+        return vmap < turn
 
 
 def _row_of(tensor: Tensor, row: int) -> Tensor:
@@ -166,16 +219,19 @@ class _Rows(torch.autograd.Function):
     """One tensor ``[L, *S]`` per segment, in the memory of the parameters. Gradients go to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor | None, flat: FlatParameters, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.flat, ctx.parameters, ctx.token = flat, flat.parameters, token
+    def forward(
+        ctx: Any, token: Tensor | None, flat: FlatParameters, parameters: Sequence[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.flat, ctx.parameters, ctx.token = flat, parameters, token
         ctx.set_materialize_grads(False)
         return tuple(stack.view_as(stack) for stack in tensors[: len(flat.segments)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        refuse_compiled_autograd()
         num, rows = len(grads), len(ctx.parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
-        none = (None,) * (2 + num)
+        none = (None,) * (3 + num)
         # create_graph=True needs the graph of each gradient, and is_grads_batched=True passes batches of gradients.
         if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
             own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]

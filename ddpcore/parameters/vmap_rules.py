@@ -18,11 +18,29 @@ _PLAIN = {
     *(nn.Sequential, nn.Linear, nn.LayerNorm, nn.Flatten, nn.Unflatten, nn.Identity),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.LogSoftmax),
 }
+# On a CPU vmap costs about the calls of five learners, whatever their number. It saves the calls of each learner's
+# layers, and loses time for each weight, whose gradient it writes in another layout. Measured by bench_learners.py.
+FIXED = 5  # learners
+LAYER = 2**16  # weights of a layer for which vmap loses as much as it saves
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _VALUES = (bool, int, float, str, torch.Size)
 _own_members = itemgetter("_modules", "_parameters")  # of the attributes of a module
 _values_of = methodcaller("values")
+
+
+def choice_by_shape(flat: FlatParameters) -> tuple[bool, str]:
+    """Whether a step of plain models with these parameters takes less time in vmap than in turn, and why.
+
+    It reads no clock, because the two ways differ in the last bits, and a run must be repeatable.
+    """
+    num, device = flat.num_rows, flat.param_LP.device.type
+    if device != "cpu":
+        return True, f"vmap launches fewer kernels on {device}"
+    layers = max(1, sum(len(segment.shape) > 1 for segment in flat.segments))
+    per_layer = sum(segment.numel for segment in flat.segments) // layers
+    limit = max(0, LAYER * (num - FIXED) // num)
+    return per_layer <= limit, f"{per_layer} weights a layer, and vmap of {num} learners is faster for at most {limit}"
 
 
 class VmapRules:

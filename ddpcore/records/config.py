@@ -10,7 +10,8 @@ from ddpcore.options.keys import put
 SECTIONS = ("model", "data", "optimizer", "strategy", "run")
 # Keys of a config that change no result: they may change when a run is resumed, and do not tell two runs apart.
 BOOKKEEPING = (
-    *("data.data_dir", "data.download", "strategy.timeout", "run.checkpoint_every", "run.keep_last", "run.keep_best"),
+    *("data.data_dir", "data.download", "strategy.timeout", "strategy.learners_at_once"),
+    *("run.checkpoint_every", "run.keep_last", "run.keep_best"),
     *("run.save_nonfinite", "run.record_steps"),
 )
 _NAMES_0_2 = {

@@ -52,6 +52,11 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
 
+    @property
+    def num_hosts(self) -> int:
+        """Machines with as many ranks as this one, at least one."""
+        return -(-self.world_size // self.local_world_size)
+
 
 class UsageError(ValueError):
     """The arguments do not allow to start or join the ranks; the message is one line."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, suggest
 
 
 class Codec(ABC):

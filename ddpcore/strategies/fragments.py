@@ -28,7 +28,7 @@ def check_fragments(fragments: Fragments, period: int) -> int:
     """
     if isinstance(fragments, Sequence) and not isinstance(fragments, str):
         for names in fragments:
-            if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
                 raise ValueError(
                     f"local_sgd: fragments has {names!r}: each fragment is a list of names of modules, such as "
                     "['layer1', 'layer2']"

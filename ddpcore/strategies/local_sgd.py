@@ -230,7 +230,7 @@ class LocalSGD(SSGD):
         if self._parts:
             return
         flat, comm = learner.flat, learner.comm
-        self._parts = parts_of(flat, self.fragments) if self._num_fragments > 1 else [Part(0, 0, flat.numel)]
+        self._parts = [Part(0, 0, flat.numel)] if self.fragments == 1 else parts_of(flat, self.fragments)
         self._copies = [
             comm.allocate((len(flat.param_LP), end - begin), flat.param_LP.dtype, flat.param_LP.device)
             if (self.overlap or self.alpha) and self.compression is None

@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpcore.topology.base import check
 from ddpcore.topology.regular import Static
-from ddpcore.topology.rounds import MixingMatrix, Round
+from ddpcore.topology.rounds import Round
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,19 @@ class FromMatrix(Given):
         mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
             raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
-        rows = _compressed(mixing)
-        if not np.isfinite(rows.values).all():
+        rows, columns, values = _entries(mixing)
+        if not np.isfinite(values).all():
             raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
-        columns = rows.transposed()
-        rounds = []
-        for rank in range(rows.num_learners):
-            weights = _entries(rows, rank)
-            own = weights.pop(rank, 0.0)
-            readers = tuple(other for other in _entries(columns, rank) if other != rank)
-            rounds.append(Round(own, tuple(weights), tuple(weights.values()), readers))
+        weights: list[dict[int, float]] = [{} for _ in range(mixing.shape[0])]
+        readers: list[list[int]] = [[] for _ in weights]
+        for reader, source, weight in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
+            weights[reader][source] = weight
+            if reader != source:
+                readers[source].append(reader)
+        rounds = [
+            Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
+            for rank, given in enumerate(weights)
+        ]
         object.__setattr__(self, "_rounds", tuple(rounds))
         self.validate(len(rounds))
 
@@ -95,25 +98,16 @@ class FromGraph(Given):
         self.validate(num_learners, push_sum=directed)
 
 
-def _compressed(mixing: Any) -> MixingMatrix:
-    """The entries other than 0 of an array or of a sparse matrix of scipy, ordered by row and column."""
-    if hasattr(mixing, "tocsr"):
-        rows = mixing.tocsr(copy=True)
-        rows.sum_duplicates()  # sorts too
-        rows.eliminate_zeros()
-        entries = rows.indptr, rows.indices, rows.data
-    else:
-        filled, columns = np.nonzero(mixing)
-        offsets = np.searchsorted(filled, np.arange(len(mixing) + 1))
-        entries = offsets, columns, mixing[filled, columns]
-    offsets, columns, values = entries
-    return MixingMatrix(offsets.astype(np.int64), columns.astype(np.int64), values.astype(np.float64))
-
-
-def _entries(matrix: MixingMatrix, row: int) -> dict[int, float]:
-    """Column to value of the entries in a row."""
-    part = slice(matrix.offsets[row], matrix.offsets[row + 1])
-    return dict(zip(matrix.columns[part].tolist(), matrix.values[part].tolist(), strict=True))
+def _entries(mixing: Any) -> tuple[Any, Any, Any]:
+    """Rows, columns and float64 values of the entries other than 0, ordered by row and column."""
+    if not hasattr(mixing, "tocsr"):
+        places = np.nonzero(mixing)
+        return *places, mixing[places]
+    rows = mixing.tocsr(copy=True)
+    rows.sum_duplicates()  # sorts too
+    rows.eliminate_zeros()
+    entries = rows.tocoo()
+    return entries.row, entries.col, entries.data.astype(np.float64)
 
 
 def _weighted(sources: Sequence[set[int]], destinations: Sequence[set[int]], directed: bool) -> Iterator[Round]:

@@ -6,22 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from hashlib import blake2b
 from itertools import chain
-from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Matrix, Topology, check
 from ddpcore.topology.rounds import Round
 
-MOST_WHOLE = 4096  # learners of a matching whose order is made whole: faster, and what recorded runs have used
 Pairs = tuple[tuple[int, int], ...]
-Numbers = TypeVar("Numbers", int, "npt.NDArray[Any]")
-_NUM_ROUNDS = 8  # of a keyed permutation
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -33,8 +26,6 @@ class RandomPair(Topology):
 
     With ``num_partners`` k, a step has k independent matchings M_i, and ``W = (I + sum_i M_i) / (k + 1)``. A partner
     that is drawn twice counts twice.
-
-    Up to 4096 learners the order is drawn whole. Beyond, a keyed permutation gives a rank its partner in constant time.
     """
 
     seed: int = 0
@@ -52,18 +43,7 @@ class RandomPair(Topology):
         """The partners, each with the weight of the learner itself; an idle learner keeps its weights."""
         check(step, rank, num_learners)
         draws = range(self.num_partners)
-        if num_learners > MOST_WHOLE:
-            return _with_partners(rank, [_partner(_order(self.seed, step, num_learners, i), rank) for i in draws])
         return _with_partners(rank, [random_matching(self.seed, step, num_learners, i)[rank] for i in draws])
-
-    def rounds(self, step: int, num_learners: int) -> list[Round]:
-        """The rounds of all learners at a step."""
-        check(step, 0, num_learners)
-        if num_learners <= MOST_WHOLE:
-            return super().rounds(step, num_learners)
-        orders = [_order(self.seed, step, num_learners, i) for i in range(self.num_partners)]
-        matchings = [_paired(order.values().astype(np.int64)) for order in orders]
-        return list(map(_with_partners, range(num_learners), zip(*matchings, strict=True)))
 
     def period(self, num_learners: int) -> None:
         """None: the rounds do not repeat."""
@@ -164,84 +144,9 @@ def random_matching(seed: int, step: int, num_learners: int, draw: int = 0) -> t
     """
     key = (step, draw) if draw else (step,)
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(num_learners)
-    return _paired(np.argsort(bits, kind="stable"))
-
-
-def _paired(order: np.ndarray) -> tuple[int, ...]:
-    """The partner of each learner if those at places 2 i and 2 i + 1 of the order are pairs; the last may be idle."""
-    paired = len(order) - len(order) % 2
+    order = np.argsort(bits, kind="stable")
+    paired = num_learners - num_learners % 2  # if the number is odd, the last is idle
     left, right = order[0:paired:2], order[1:paired:2]
-    partner = np.arange(len(order))
+    partner = np.arange(num_learners)
     partner[left], partner[right] = right, left
     return tuple(partner.tolist())
-
-
-@lru_cache(maxsize=16)
-def _order(seed: int, step: int, num_learners: int, draw: int) -> KeyedPermutation:
-    """The random order of more than MOST_WHOLE learners."""
-    more = f" {draw}" if draw else ""
-    return KeyedPermutation(num_learners, f"random pair {seed} {step}{more}".encode())
-
-
-def _partner(order: KeyedPermutation, rank: int) -> int:
-    place = order.inverse(rank) ^ 1
-    return order(place) if place < order.size else rank
-
-
-class KeyedPermutation:
-    """A permutation of 0..n-1 that depends on the key only. Memory and time of a value do not grow with n.
-
-    A Feistel network (Luby and Rackoff 1988) permutes the numbers of as many bits as n - 1 has: each round changes one
-    half of the bits by a hash of the other half and of a round key. A result that is not below n is permuted again
-    until it is (cycle walking; Black and Rogaway 2002), at most twice on average. The hash is the finalizer of
-    SplitMix64. It is good for statistics and is no cipher.
-
-    Args:
-        size: n, from 1 to 2**62.
-        key: of any length.
-    """
-
-    def __init__(self, size: int, key: bytes) -> None:
-        self.size = size
-        bits = max(2, (size - 1).bit_length())
-        self._shift = bits // 2
-        low, high = (1 << self._shift) - 1, (1 << bits - self._shift) - 1
-        self._low = low
-        digest = blake2b(key, digest_size=8 * _NUM_ROUNDS).digest()
-        keys = (int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8))
-        self._rounds = [(key, bool(index % 2), low if index % 2 else high) for index, key in enumerate(keys)]
-
-    def __call__(self, number: int) -> int:
-        """The value at a place."""
-        number = self._network(number, self._rounds)
-        while number >= self.size:
-            number = self._network(number, self._rounds)
-        return number
-
-    def inverse(self, number: int) -> int:
-        """The place of a value."""
-        number = self._network(number, self._rounds[::-1])
-        while number >= self.size:
-            number = self._network(number, self._rounds[::-1])
-        return number
-
-    def values(self) -> npt.NDArray[np.uint64]:
-        """All n values in order, uint64 ``[n]``."""
-        numbers: npt.NDArray[np.uint64] = self._network(np.arange(self.size, dtype=np.uint64), self._rounds)
-        while (outside := np.flatnonzero(numbers >= self.size)).size:
-            numbers[outside] = self._network(numbers[outside], self._rounds)
-        return numbers
-
-    def _network(self, numbers: Numbers, rounds: Sequence[tuple[int, bool, int]]) -> Numbers:
-        """The permutation of all numbers of these bits. The rounds in reverse order are its inverse."""
-        high, low = numbers >> self._shift, numbers & self._low
-        for key, is_low, mask in rounds:
-            mixed = (high if is_low else low) ^ key
-            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
-            mixed = (mixed ^ mixed >> 31) & mask
-            if is_low:
-                low = low ^ mixed
-            else:
-                high = high ^ mixed
-        return high << self._shift | low

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ddpcore.options.registry import Registry
 from ddpcore.topology.base import Topology
-from ddpcore.topology.hierarchical import Hierarchical
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
+from ddpcore.topology.wrapped import Hierarchical
 
 
 def _hierarchical(local_size: int = 2) -> Hierarchical:

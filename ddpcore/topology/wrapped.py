@@ -1,4 +1,4 @@
-"""Topologies that change another one: the share of its averages, or how often it goes on to the next round."""
+"""Topologies made of others: averages damped, slowed, between hosts, or over other numbers of learners."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from ddpcore.options.typed import check_range
-from ddpcore.topology.base import Matrix, Topology
+from ddpcore.topology.base import Matrix, Topology, check
+from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.regular import OnePeerExponential, Ring
 from ddpcore.topology.rounds import Round
 
 
@@ -75,3 +77,95 @@ class Slowed(_Wrapped):
     @override
     def expected_square(self, num_learners: int) -> Matrix:
         return self.topology.expected_square(num_learners)
+
+
+@dataclass(frozen=True)
+class Hierarchical(Topology):
+    """Complete inside each host of `local_size` learners; learners of equal local rank follow `between` across hosts.
+
+    With V the matrix of `between` over the hosts and l the local size, learner i of host g takes the mean of its host
+    with weight V[g, g], and learner i of each host h that g reads from with weight V[g, h]:
+
+        W = diag(V) (x) J / l + (V - diag(V)) (x) I          (x): Kronecker product, J [l, l] all ones
+
+    W is doubly stochastic because V is: a row of W sums to V[g, g] + sum over h of V[g, h], and so does a column. Each
+    learner sends a message between hosts for each edge of V, and l - 1 messages inside its host. W acts on the means of
+    hosts as V, and on deviations from them as V - diag(V), so the gap is the smaller of the two gaps.
+
+    Host g has the l learners from g * l on, as torchrun numbers them. ValueError unless the number of learners is a
+    multiple of `local_size` and `between` supports the number of hosts.
+    """
+
+    local_size: int
+    between: Topology = OnePeerExponential()
+
+    def __post_init__(self) -> None:
+        check_range("Hierarchical: local_size", self.local_size, least=1)
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        """All learners of the host, and the learners of the same local rank on other hosts."""
+        check(step, rank, num_learners)
+        num_hosts, size = self._num_hosts(num_learners), self.local_size
+        host, local_rank = divmod(rank, size)
+        turn = self.between.round(step, host, num_hosts)
+        share = turn.self_weight / size
+        same_host = set(range(host * size, host * size + size)) - {rank} if share > 0 else set()
+        weights = dict.fromkeys(same_host, share)
+        weights |= {other * size + local_rank: weight for other, weight in zip(turn.sources, turn.weights, strict=True)}
+        sources = tuple(sorted(weights))
+        destinations = same_host | {other * size + local_rank for other in turn.destinations}
+        return Round(share, sources, tuple(weights[source] for source in sources), tuple(sorted(destinations)))
+
+    def period(self, num_learners: int) -> int | None:
+        """The period of `between`."""
+        return self.between.period(self._num_hosts(num_learners))
+
+    def translations(self, num_learners: int) -> tuple[int, ...] | None:
+        """The grid of the hosts, with a cycle of local ranks as the last dimension."""
+        shape = self.between.translations(self._num_hosts(num_learners))
+        return None if shape is None else (*shape, self.local_size)
+
+    def spectral_gap(self, num_learners: int) -> float:
+        """In closed form for `RandomPair`: inside a host, a pair multiplies the squared deviation by a quarter.
+
+        With k partners, each there with probability p, by at most (k p + k (k - 1) p^2) / (k + 1)^2.
+        """
+        check(0, 0, num_learners)
+        num_hosts = self._num_hosts(num_learners)
+        if not isinstance(self.between, RandomPair):
+            return super().spectral_gap(num_learners)
+        k, p = self.between.num_partners, (num_hosts - num_hosts % 2) / num_hosts
+        inside = (k * p + k * (k - 1) * p**2) / (k + 1) ** 2 if self.local_size > 1 else 0.0
+        return min(self.between.spectral_gap(num_hosts), 1.0 - inside)
+
+    def _num_hosts(self, num_learners: int) -> int:
+        num_hosts, rest = divmod(num_learners, self.local_size)
+        if rest:
+            text = f"Hierarchical: {num_learners} learners are no multiple of local_size {self.local_size}"
+            raise ValueError(f"{text}: take hosts of equal size")
+        return num_hosts
+
+
+def redrawn(topology: Topology, num_learners: int, *, push_sum: bool = False) -> Topology:
+    """The topology for another number of learners: itself if it is valid for so many, otherwise ``Ring()``.
+
+    A topology is a function of the number of learners, so most of them fit any number. ``Hypercube``, ``Torus2D``,
+    ``Hierarchical`` and given graphs and matrices do not. The ring fits every number, is doubly stochastic, and never
+    changes.
+
+    Args:
+        topology: as it was chosen for the run.
+        num_learners: how many learners are left. They are numbered from 0, in the order of their ids.
+        push_sum: whether only the columns of W must sum to one.
+    """
+    try:
+        topology.validate(num_learners, push_sum=push_sum)
+    except ValueError:
+        return Ring()
+    return topology
+
+
+def of_members(round_: Round, members: tuple[int, ...]) -> Round:
+    """The round of positions as a round of ids: position i is ``members[i]``, and ids ascend."""
+    sources = tuple(members[source] for source in round_.sources)
+    return Round(round_.self_weight, sources, round_.weights, tuple(members[reader] for reader in round_.destinations))

@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError) as error:
         code, message = 2, str(error)
+    except MemoryError as error:
+        code, message = 1, str(error)
     except launch.RankFailed as error:
         code, message = 1, str(error).splitlines()[-1]
     except RuntimeError as error:  # of a rank that joins
@@ -110,11 +112,12 @@ def _start(options: TrainOptions) -> None:
     if left is not None and torchrun is None and len(left.members) != world_size:
         world_size = len(left.members)
         print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
-    backend = "virtual" if world_size == 1 else backend_here(config, world_size).backend
+    num_hosts = 1 if torchrun is None else torchrun.num_hosts
+    backend = "virtual" if world_size == 1 else backend_here(config, world_size, num_hosts).backend
     if backend == "virtual" and world_size > 1:
         shared = f"{world_size} ranks would share {torch.cuda.device_count()} GPU"
         raise ValueError(f"{shared}: leave --world-size out, or run.device=cpu")
-    check_connection(config, world_size, 1 if torchrun is None else -(-world_size // torchrun.local_world_size))
+    check_connection(config, world_size, num_hosts)
     launch.run(
         train_rank,
         (config, options.folder, options.resume, options.tensorboard),

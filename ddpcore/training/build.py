@@ -175,9 +175,9 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
     check_transport(strategy, name)
 
 
-def backend_here(config: TrainConfig, num_ranks: int) -> Choice:
-    """The backend that connects so many ranks (0: virtual learners) of a run on this machine, and the reason."""
-    num_gpus = torch.cuda.device_count()
+def backend_here(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> Choice:
+    """The backend that connects so many ranks (0: virtual learners) on hosts such as this one, and the reason."""
+    num_gpus = torch.cuda.device_count() * num_hosts
     device = ("cuda" if num_gpus else "cpu") if config.run.device == "auto" else config.run.device
     return choose_backend("auto", world_size=max(1, num_ranks), device=device, num_gpus=num_gpus)
 
@@ -338,6 +338,7 @@ def build_trainer(
         max_grad_norm=None if clips_itself(config.optimizer.name) else config.optimizer.max_grad_norm,
         autocast=torch.bfloat16 if config.model.precision == "bf16" else None,
         compile=config.model.compile,
+        at_once=config.strategy.learners_at_once or _at_once(config, dataset, placement),
     )
     trainer.num_steps = 0 if handle.learner is None else handle.learner.step
     return trainer
@@ -371,6 +372,19 @@ LEAST_WORK = 2e7
 """Operations of a forward pass below which one thread computes. Measured on two cores: at 12 million operations (an mlp
 with 1000 digits) two threads are slower than one, at 27 million (LeNet-5 with 32 images) they are 1.2 times as fast."""
 PER_INPUT = 20  # operations for each number of the samples, for models without matrix products
+
+
+AT_ONCE_WORK = 5e7
+"""Operations of a learner's forward pass below which its memory is small, and passes in turn take up to a sixth longer
+(measured). From here on they take as long."""
+
+
+def _at_once(config: TrainConfig, dataset: Dataset, placement: LearnerPlacement) -> int | None:
+    """All virtual learners if their passes are small; None leaves it to :meth:`ddpcore.Distributed.split`."""
+    num = len(placement.learners)
+    if num < 2 or forward_work(config, dataset, placement.world.world_size) / num >= AT_ONCE_WORK:
+        return None
+    return num
 
 
 def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float:

@@ -12,8 +12,7 @@ from ddpcore.data import SAMPLERS, SHARDS, Dataset
 from ddpcore.options.command_line import described
 from ddpcore.options.fields import check_value
 from ddpcore.options.keys import dotted
-from ddpcore.options.suggest import suggest
-from ddpcore.options.typed import typed
+from ddpcore.options.typed import suggest, typed
 from ddpcore.records.config import BOOKKEEPING, SECTIONS, key_of_0_2, nested
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite
 from ddpcore.strategies.registry import STRATEGIES

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
-from ddpcore.records.checkpoint import read_manifest
 from ddpcore.records.config import nested
-from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord
+from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -28,6 +27,7 @@ from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_l
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.joining import remove_address, store_of, write_address
 from ddpcore.training.loop import Loop, StepRecorder
+from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
 from ddpcore.training.statistics import Measurements
@@ -47,6 +47,7 @@ def train(
     dataset: Dataset | None = None,
     tensorboard: bool = False,
     on_record: OnRecord | None = None,
+    announce: bool = False,
 ) -> RunRecord:
     """Train as the config says, and write all results into a folder.
 
@@ -62,6 +63,7 @@ def train(
         tensorboard: also write the numbers of the record for TensorBoard.
         on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
             it raises ends the run.
+        announce: print an estimate of the memory on standard error before the first step.
 
     Returns:
         The record, on every rank.
@@ -87,6 +89,8 @@ def train(
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         measured = Measurements(config.run, trainer)
+        if announce and placement.world.rank == 0:
+            print(f"ddpcore: {estimate(config, trainer)}", file=sys.stderr, flush=True)
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -100,7 +104,7 @@ def train(
 
 def train_rank(world: World, config: TrainConfig, out: Path, resume: bool, tensorboard: bool) -> None:
     """One of the ranks that :func:`ddpcore.runtime.launch.run` starts: see :func:`train`."""
-    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard)
+    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard, announce=True)
 
 
 def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
@@ -281,6 +285,7 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: d
         "total_steps": total_steps(config, batches),
         "ranks": placement.world.world_size,
         "communication": trainer.handle.comm.description,
+        "learners_run": trainer.handle.learners_run,
         "topology": _topology(config),
         **here,
     }

@@ -267,6 +267,12 @@ class StrategyConfig(Section):
     topology_options: Mapping[str, Any] = field(dict, "its options")
     policies: Mapping[str, Any] = field(dict, "fields of :class:`ddpcore.Policies`")
     learners: int = field(1, "learners, virtual in one process or the same number on each rank", least=1)
+    learners_at_once: int | None = field(
+        None,
+        "virtual learners whose activations live at once; fewer need less memory and give the same bits; None: one, or "
+        "all if they are small or ``torch.func.vmap`` runs them",
+        least=1,
+    )
     transport: str = field(
         TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", choices=TRANSPORTS
     )

@@ -160,6 +160,12 @@ def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) 
     return comm.gather(loss), comm.gather(confusion)
 
 
+_LESS_MEMORY = (
+    "(forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a larger "
+    "data.accumulation"
+)
+
+
 @dataclass(eq=False, repr=False)
 class Trainer:
     """Trains one model on the mini-batches of the learners of this process.
@@ -170,6 +176,7 @@ class Trainer:
         dataset: the data set, on the device of the model.
         batches: which samples each learner takes at a step.
         learners: the rows of ``batches`` for this process: one for a real rank, all for virtual learners.
+        at_once: how many virtual learners' activations live at once, see :meth:`ddpcore.Distributed.split`.
         stacked: True if the model takes ``[L, B, ...]`` (virtual learners), False if it takes ``[B, ...]``.
         module: the model that was passed to ``distribute``; :meth:`state_dict` holds its state.
         schedule: learning rate of each step; None keeps the optimizer's.
@@ -194,6 +201,7 @@ class Trainer:
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
     compile: bool = False
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
         self.model = torch.compile(self.handle.model) if self.compile else self.handle.model
@@ -231,20 +239,34 @@ class Trainer:
 
     def losses(self, model: Callable[..., Tensor], indices_LB: Tensor) -> Tensor:
         """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
+        return self._losses(model, *self._batch(indices_LB))
+
+    def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
         deals = self.handle.deals
         epoch = (ResharedBatches(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
-        inputs, labels = self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
+        return self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
+
+    def _losses(self, model: Callable[..., Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)
         return learner_losses(logits.float(), labels, self.label_smoothing, stacked=self.stacked)
 
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
         """Forward and backward pass of a part of the batch; return ``share`` times the losses ``[L]``."""
-        losses = self.losses(self.model, indices_LB)
-        if share != 1:
-            losses = losses * share
-        losses.sum().backward()
-        return losses.detach()
+        found = []
+        try:
+            for inputs, labels in self.handle.split(*self._batch(indices_LB), at_once=self.at_once):
+                losses = self._losses(self.model, inputs, labels)
+                if share != 1:
+                    losses = losses * share
+                losses.sum().backward()
+                found.append(losses.detach())
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            first = " ".join(str(error).partition("\n")[0].split())
+            raise MemoryError(f"{first} {_LESS_MEMORY}") from None
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: the step, module, optimizer, handle, torch's random generators."""

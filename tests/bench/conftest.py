@@ -12,7 +12,7 @@ import torch
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import optim
 from ddpcore.bench.commands import COMMANDS
-from ddpcore.display import plot_option
+from ddpcore.display import chart
 from ddpcore.runtime import launch
 
 
@@ -26,9 +26,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "run", refuse)
     monkeypatch.setattr(optim, "measure", refuse)
-    monkeypatch.setattr(
-        plot_option, "find_spec", lambda name: name
-    )  # matplotlib may be missing, which is another refusal
+    monkeypatch.setattr(chart, "find_spec", lambda name: name)  # matplotlib may be missing, which is another refusal
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "WORLD_SIZE"):

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ddpcore.bench.buckets import parts, recommendation
-from ddpcore.bench.result import size_name
+from ddpcore.bench.command import size_name
 from ddpcore.display.table import print_parts
 
 ENVIRONMENT = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpcore.bench import memory
-from ddpcore.bench.memory import PeakMemory
+from ddpcore.bench import command
+from ddpcore.bench.command import PeakMemory
 from ddpcore.comm.shared.memory import HostMemory
 
 KNOWN = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not report memory")
@@ -49,5 +49,5 @@ def test_shared_memory_counts_once(num_sharing: int, least: float, most: float) 
 
 
 def test_a_system_that_does_not_report_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_PROCESS", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(command, "_PROCESS", str(tmp_path / "nowhere"))
     assert PeakMemory("cpu").grown_mb() is None

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import environment, foreach, implementations, optim
-from ddpcore.bench.foreach import ForeachStep
-from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, Implementation
+from ddpcore.bench import command, implementations, optim
+from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, ForeachStep, Implementation
 from ddpcore.bench.optim import OptimConfig
 from ddpcore.ops.steps import bytes_per_param
 from helpers.drawn import words_drawn
@@ -152,7 +151,7 @@ def test_a_compiled_rule_is_that_of_our_optimizer(name: str, compiled: bool, mon
 
 
 def uncompiled(implementation: Implementation, params: list[torch.nn.Parameter]) -> ForeachStep:
-    return ForeachStep(params, getattr(foreach, implementation.path), compiled=False, **implementation.options)
+    return ForeachStep(params, getattr(implementations, implementation.path), compiled=False, **implementation.options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -191,7 +190,7 @@ def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> N
 def test_too_little_memory_is_an_error_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment, "free_memory", lambda device: 3e9)
+    monkeypatch.setattr(command, "free_memory", lambda device: 3e9)
     monkeypatch.setattr(optim, "measure", lambda config: pytest.fail("it was started"))
     assert bench.main(["optim", "--device", "cpu"]) == 2
     assert "steps of bert-base need about 5.4 GB of memory and 3.0 GB are free" in capsys.readouterr().err

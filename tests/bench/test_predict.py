@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from ddpcore import ALL, LocalSGD, Plan
+from ddpcore.bench.isolated import Compute, Transfer, predict
 from ddpcore.bench.predict import KINDS, PredictConfig, steps_of
-from ddpcore.bench.step_model import Compute, Machine, Transfer, predict
 from helpers import ranks
 from helpers.drawn import words_drawn
 
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=((300, 0.5), (100, 1.0)))
-MACHINE = Machine(cores=2, background=True)
 ROW = {
     "strategy", "topology", "bucket_mb", "num_buckets", "transport", "comm_ms", "predicted_ms", "measured_ms",
     "error_pct",
@@ -25,7 +24,7 @@ ROW = {
 def predicted(*plans: Plan, overlaps: bool = False, **seconds: list[float]) -> float:
     """From the seconds of each kind of part. Messages have the sizes of the parameters."""
     parts = {kind: [Transfer(seconds=one) for one in seconds.get(kind, [])] for kind in KINDS}
-    return predict(COMPUTE, steps_of(plans, parts, [300, 100], overlaps), MACHINE)
+    return predict(COMPUTE, steps_of(plans, parts, [300, 100], overlaps), cores=2, background=True)
 
 
 def test_simultaneous_averages_share_their_time() -> None:

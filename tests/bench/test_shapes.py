@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.bench.shapes import LISTS
+from ddpcore.bench.implementations import LISTS
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
-from ddpcore.bench.step_model import (
+from ddpcore.bench.isolated import (
     Compute,
-    Machine,
     Step,
     Transfer,
     available_cores,
@@ -19,7 +19,8 @@ from ddpcore.bench.step_model import (
 
 ARRIVALS = ((100, 0.25), (200, 0.5), (100, 1.0))
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=ARRIVALS)
-BACKGROUND, BLOCKING = Machine(cores=2, background=True), Machine(cores=2, background=False)
+BACKGROUND: dict[str, Any] = {"cores": 2, "background": True}
+BLOCKING: dict[str, Any] = {"cores": 2, "background": False}
 
 
 def transfers(*seconds: float, cpu: float = 0.0) -> list[Transfer]:
@@ -48,40 +49,40 @@ def test_buckets_are_ready_when_their_last_gradient_is() -> None:
     ],
 )
 def test_gradients_in_the_background(seconds: tuple[float, ...], expected: float) -> None:
-    assert predict(COMPUTE, [messages(*seconds)], BACKGROUND) == pytest.approx(expected)
+    assert predict(COMPUTE, [messages(*seconds)], **BACKGROUND) == pytest.approx(expected)
 
 
 def test_gradients_without_background_transfers_hide_nothing() -> None:
-    assert predict(COMPUTE, [messages(0.5, 0.5, 0.5)], BLOCKING) == pytest.approx(8.5)
+    assert predict(COMPUTE, [messages(0.5, 0.5, 0.5)], **BLOCKING) == pytest.approx(8.5)
 
 
 def test_weights_that_are_sent_during_the_computation() -> None:
     (mix,) = transfers(0.25)
     for seconds, expected in ((5.0, 7.25), (6.0, 7.25), (9.0, 10.25)):
         step = Step(hidden=Transfer(seconds=seconds), after=mix)
-        assert predict(COMPUTE, [step], BACKGROUND) == pytest.approx(expected)
-        assert predict(COMPUTE, [step], BLOCKING) == pytest.approx(7.25 + seconds)
+        assert predict(COMPUTE, [step], **BACKGROUND) == pytest.approx(expected)
+        assert predict(COMPUTE, [step], **BLOCKING) == pytest.approx(7.25 + seconds)
 
 
 def test_an_average_in_one_of_four_steps() -> None:
     steps = [Step(), Step(), Step(), Step(after=Transfer(seconds=8.0))]
-    assert predict(COMPUTE, steps, BACKGROUND) == pytest.approx(9.0)
+    assert predict(COMPUTE, steps, **BACKGROUND) == pytest.approx(9.0)
 
 
 def test_gradients_of_groups_and_then_weights() -> None:
     both = Step(messages=transfers(0.5, 0.5, 0.5), sizes=[100, 200, 100], after=Transfer(seconds=2.0))
-    assert predict(COMPUTE, [messages(0.5, 0.5, 0.5), both], BACKGROUND) == pytest.approx((7.5 + 9.5) / 2)
+    assert predict(COMPUTE, [messages(0.5, 0.5, 0.5), both], **BACKGROUND) == pytest.approx((7.5 + 9.5) / 2)
 
 
 def test_work_over_cores_is_a_bound() -> None:
     """Four ranks of 7 s on two cores take 14 s; each transfer adds its processor time."""
     busy = Compute(forward=4.0, backward=8.0, update=2.0, cpu=28.0, arrivals=ARRIVALS)
-    assert predict(busy, [messages(0.5, 0.5, 0.5, cpu=1.0)], BACKGROUND) == pytest.approx(15.5)
+    assert predict(busy, [messages(0.5, 0.5, 0.5, cpu=1.0)], **BACKGROUND) == pytest.approx(15.5)
     exchange = Step(hidden=Transfer(seconds=3.0, cpu=5.0), after=Transfer(seconds=0.0))
-    assert predict(busy, [exchange], BACKGROUND) == pytest.approx(16.5)
+    assert predict(busy, [exchange], **BACKGROUND) == pytest.approx(16.5)
     average = Step(after=Transfer(seconds=1.0, cpu=8.0))
-    assert predict(busy, [Step(), Step(), Step(), average], BACKGROUND) == pytest.approx(15.0)
-    assert predict(busy, [exchange], Machine(cores=math.inf, background=True)) == pytest.approx(14.0)
+    assert predict(busy, [Step(), Step(), Step(), average], **BACKGROUND) == pytest.approx(15.0)
+    assert predict(busy, [exchange], cores=math.inf, background=True) == pytest.approx(14.0)
 
 
 def test_available_cores() -> None:

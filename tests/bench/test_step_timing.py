@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddpcore.bench import contender
 from ddpcore.bench.config import BenchConfig, resolve
-from ddpcore.bench.step_timing import StepTimer
+from ddpcore.bench.isolated import StepTimer
 from ddpcore.data import load_dataset
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD

@@ -12,7 +12,7 @@ import ddpcore
 from ddpcore.comm.membership import Change, Membership
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import TopK
-from ddpcore.topology.redraw import redrawn
+from ddpcore.topology.wrapped import redrawn
 from helpers.connection import connected
 
 LEFT = Membership((0, 1, 3), first=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ddpcore.data import digits, load_dataset
+from ddpcore.data import built_in, load_dataset
 from ddpcore.data.transforms import Normalization
 
 
@@ -21,16 +21,16 @@ def test_sizes_and_classes() -> None:
 
 
 def test_the_normalization_is_that_of_the_training_images() -> None:
-    assert Normalization.of(digits.load().train.inputs) == digits.NORMALIZATION
+    assert Normalization.of(built_in.load_digits().train.inputs) == built_in.NORMALIZATION
 
 
 def test_the_file_is_small() -> None:
-    assert Path(digits.__file__).with_name("digits.npz").stat().st_size < 100_000
+    assert Path(built_in.__file__).with_name("digits.npz").stat().st_size < 100_000
 
 
 def test_the_nearest_training_image_has_the_same_label() -> None:
     """Images and labels belong together: the nearest neighbour errs on 1.5 %."""
-    data = digits.load()
+    data = built_in.load_digits()
     assert data.test is not None
     train, test = (split.inputs.flatten(1).float() for split in (data.train, data.test))
     nearest = torch.cdist(test, train).argmin(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpcore.data import load_dataset, python_text, split, total_variation
+from ddpcore.data import built_in, load_dataset, split, total_variation
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
@@ -21,7 +21,7 @@ def test_windows_are_the_files_and_labels_the_next_bytes() -> None:
     data = load_dataset("python_text", context=50)
     assert data.test is not None
     assert (data.input_shape, data.num_classes) == ((50,), 256)
-    for windows, modules in ((data.train, python_text.TRAIN_MODULES), (data.test, python_text.TEST_MODULES)):
+    for windows, modules in ((data.train, built_in.TRAIN_MODULES), (data.test, built_in.TEST_MODULES)):
         texts = [(STDLIB / f"{module}.py").read_bytes() for module in modules]
         kept = [(len(text) - 1) // 50 * 50 for text in texts]
         assert text_of(windows.inputs) == b"".join(text[:num] for text, num in zip(texts, kept, strict=True))
@@ -30,7 +30,7 @@ def test_windows_are_the_files_and_labels_the_next_bytes() -> None:
 
 
 def test_no_file_is_in_both_splits_or_twice() -> None:
-    modules = (*python_text.TRAIN_MODULES, *python_text.TEST_MODULES)
+    modules = (*built_in.TRAIN_MODULES, *built_in.TEST_MODULES)
     assert len(set(modules)) == len(modules)
     data = load_dataset("python_text")
     assert data.test is not None and len(data.train) > 5 * len(data.test) > 5000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore.data import synthetic
+from ddpcore.data import built_in
 
 
 def test_defaults() -> None:
-    data = synthetic.load_synthetic()
+    data = built_in.load_synthetic()
     assert (data.name, data.num_classes, data.input_shape, data.test) == ("synthetic", 2, (10,), None)
     assert data.train.inputs.shape == (1000, 10)
     assert data.train.inputs.dtype == torch.float32
@@ -20,7 +20,7 @@ def test_defaults() -> None:
 
 
 def test_any_shape_and_classes() -> None:
-    data = synthetic.load_synthetic((3, 4, 4), 7)
+    data = built_in.load_synthetic((3, 4, 4), 7)
     assert data.train.inputs.shape == (1000, 3, 4, 4)
     assert sorted(set(data.train.labels.tolist())) == list(range(7))
     assert int(data.train.labels.bincount().min()) > 90  # 143 expected, deviation 11
@@ -29,9 +29,9 @@ def test_any_shape_and_classes() -> None:
 def test_the_seed_decides_and_the_global_generator_rests() -> None:
     state = torch.get_rng_state()
     one, same, other = (
-        synthetic.load_synthetic(seed=1).train,
-        synthetic.load_synthetic(seed=1).train,
-        synthetic.load_synthetic(seed=2).train,
+        built_in.load_synthetic(seed=1).train,
+        built_in.load_synthetic(seed=1).train,
+        built_in.load_synthetic(seed=2).train,
     )
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one.inputs, same.inputs) and torch.equal(one.labels, same.labels)
@@ -41,17 +41,17 @@ def test_the_seed_decides_and_the_global_generator_rests() -> None:
 def test_impossible_arguments() -> None:
     for shape in ((), (0,), (3, -1)):
         with pytest.raises(ValueError, match="input_shape"):
-            synthetic.load_synthetic(shape)
+            built_in.load_synthetic(shape)
     with pytest.raises(ValueError, match="num_classes is 1"):
-        synthetic.load_synthetic(num_classes=1)
+        built_in.load_synthetic(num_classes=1)
     with pytest.raises(ValueError, match="seed is -1"):
-        synthetic.load_synthetic(seed=-1)
+        built_in.load_synthetic(seed=-1)
 
 
 def test_samples_are_not_made_of_the_numbers_that_weights_are_made_of() -> None:
     for inputs in (
-        synthetic.load_synthetic(seed=5).train.inputs,
-        synthetic.load_saddle(seed=5, dimension=11).train.inputs[:, :10],
+        built_in.load_synthetic(seed=5).train.inputs,
+        built_in.load_saddle(seed=5, dimension=11).train.inputs[:, :10],
     ):
         torch.manual_seed(5)
         weights = torch.stack([torch.empty_like(inputs).uniform_(-1, 1), torch.randn_like(inputs)])

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore.diagnostics import DataLoss, Hessian
 from ddpcore.diagnostics.spectra import Operator, extreme_eigenvalues, spectral_density, trace
-from ddpcore.models.vit import ViT
+from ddpcore.models.transformers import ViT
 
 SIZES = (7, 9, 4)
 

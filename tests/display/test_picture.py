@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpcore.display import picture, plot_option
-from ddpcore.display.chart import Chart, Series, network
-from ddpcore.display.plot_option import check_plot
+from ddpcore.display import chart, picture
+from ddpcore.display.chart import Chart, Series, check_plot, network
 
 CHARTS = [
     Chart(title="Loss", x_label="steps", y_label="loss", series=[Series(name="ddp", x=[1, 2], y=[2.0, 1.0])]),
@@ -48,6 +47,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"neither \.png nor \.svg"):
         check_plot(Path("out.pdf"))
     check_plot(None)
-    monkeypatch.setattr(plot_option, "find_spec", lambda name: None)
+    monkeypatch.setattr(chart, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'ddpcore\[report\]'"):
         check_plot(Path("out.png"))

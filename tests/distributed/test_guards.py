@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -76,6 +77,13 @@ def test_a_layer_that_one_rank_freezes_is_named(seen: list[dict[Any, Any]]) -> N
     assert seen[0]["frozen"].startswith("parameter 0.bias is frozen here and has a gradient on another learner")
 
 
+@pytest.mark.parametrize("transport", ["shm", "pg"])
+def test_a_model_that_is_frozen_on_one_rank_alone_is_named(transport: str, seen: list[dict[Any, Any]]) -> None:
+    """That rank has no backward pass. Its error names the parameter, and the other rank's error names the rank."""
+    assert "is frozen here and has a gradient on another learner" in seen[1]["all frozen", transport]
+    assert re.search(r"rank (of )?\[?1\]? ", seen[0]["all frozen", transport])
+
+
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -> None:
     for rank in seen:
@@ -142,6 +150,7 @@ def test_hooks_registered_later_still_overlap() -> None:
     handle = ddpcore.distribute(
         model, optimizer, ddpcore.SSGD(), learners=L, vectorize=False, **connected(**training.SMALL)
     )
+    handle._buckets.waits = False  # as on real ranks
     events: list[str] = []
 
     def hook(parameter: Tensor) -> None:

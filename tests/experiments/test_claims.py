@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, Outcome, check, judge
+from ddpcore.experiments.claims import FAILS, HOLDS, NOT_RUN, WITHIN_SPREAD, Outcome, check, judge
+from helpers.each import each
 
 ROWS = ("a", "b", "c", "gone")
 METRICS = ("loss", "seconds")
@@ -99,7 +100,7 @@ REFUSED = {
 @pytest.mark.parametrize(("predicate", "word"), [*((p, HOLDS) for p in TRUE), *((p, FAILS) for p in FALSE)])
 def test_verdicts(predicate: str, word: str) -> None:
     check(predicate, ROWS, METRICS)
-    assert judge(predicate, OUTCOMES, "loss").word == word
+    assert judge(predicate, OUTCOMES, "loss").word.removesuffix(", within the spread") == word
 
 
 @pytest.mark.parametrize("predicate", UNKNOWN)
@@ -159,3 +160,28 @@ def test_how_many_seeds_a_verdict_is_based_on() -> None:
     }
     for predicate, num_seeds in expected.items():
         assert judge(predicate, outcomes, "loss").reason == f"n={num_seeds}", predicate
+
+
+@each(
+    ("predicate", "word"),
+    [
+        ('mean("low") < mean("high")', WITHIN_SPREAD),
+        ('mean("low") < mean("far")', HOLDS),
+        ('mean("low") > mean("high")', FAILS),
+        ('all_seeds(value("low") < value("far"))', HOLDS),
+        ('abs(mean("low") - mean("high")) < 2', WITHIN_SPREAD),
+        ('std("low") > 1', HOLDS),
+        ('count(value("low") < value("high")) > 1', HOLDS),
+        ('mean("one") < mean("far")', HOLDS),
+        ('mean("low") < mean("holes")', WITHIN_SPREAD),
+    ],
+)
+def test_what_holds_of_the_means_alone_is_within_the_spread(predicate: str, word: str) -> None:
+    """Of each common seed alone it must hold too; what is about the spread, or of one seed, is as it is."""
+    losses = {"low": (1, 4, 2), "high": (2, 3, 5), "far": (9, 8, 7), "one": (1,), "holes": (5, 4, 9)}
+    outcomes = {
+        row: {seed: Outcome(metrics={"loss": float(value)}) for seed, value in enumerate(values)}
+        for row, values in losses.items()
+    }
+    assert judge(predicate, outcomes, "loss").word == word
+    assert judge('mean("low") < mean("high")', outcomes, "loss", published=True).word == HOLDS

@@ -51,6 +51,32 @@ def test_numbers(folder: Folder) -> None:
     assert (lines["ssgd"]["published"], lines["ssgd"]["measured"]) == (None, [None])
 
 
+def test_folders_of_one_study_and_scale_are_one(folder: Folder, tmp_path: Path) -> None:
+    """Verdicts see the rows and seeds of both. A run that both have, or another setting, keeps them apart."""
+    other = Folder(tmp_path / "other")
+    shutil.copytree(folder.path, other.path)
+    result = folder.results()["a", 0]
+    lines = [made_up(result, "a", 7, 9.0), made_up(result, "ssgd", 7, 1.0)]
+    (other.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (merged,) = compare([folder.path, other.path])
+    assert [run["name"] for run in merged["runs"]] == [f"{folder.path} + {other.path}"]
+    rows = {line["row"]: line["measured"] for line in merged["lines"]}
+    assert [cell["num_seeds"] for cell in rows["a"]] == [4]
+    assert [cell["num_seeds"] for cell in rows["ssgd"]] == [1]
+    assert all(len(claim["verdicts"]) == 1 for claim in merged["claims"])
+
+    (other.path / "results.jsonl").write_text(json.dumps(made_up(result, "a", 2, 9.0)) + "\n")
+    assert len(compare([folder.path, other.path])[0]["runs"]) == 2
+    (other.path / "results.jsonl").write_text(json.dumps(made_up(result, "a", 7, 9.0)) + "\n")
+    manifest = json.loads((other.path / "manifest.json").read_text())
+    for change in ({"set": {"optimizer.lr": 0.3}}, {"scale": "cpu"}):
+        (other.path / "manifest.json").write_text(json.dumps(manifest | change))
+        assert len(compare([folder.path, other.path])[0]["runs"]) == 2
+    manifest["rows"]["a"]["config"]["optimizer"]["lr"] = 0.3
+    (other.path / "manifest.json").write_text(json.dumps(manifest))
+    assert len(compare([folder.path, other.path])[0]["runs"]) == 2
+
+
 def test_verdicts(folder: Folder) -> None:
     """A claim is not judged if a row was not run or a seed diverged. Published numbers are judged separately."""
     (result,) = compare([folder.path])
@@ -62,7 +88,9 @@ def test_verdicts(folder: Folder) -> None:
     assert second["verdicts"][0] == {"word": "not run", "reason": "no finished run of ssgd"}
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     (folder.path / "results.jsonl").write_text("\n".join([*lines[:4], lines[5]]) + "\n")
-    assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds", "a failed seed does not count"
+    assert compare([folder.path])[0]["claims"][0]["verdicts"][0]["word"] == "holds, within the spread", (
+        "a failed seed does not count"
+    )
 
 
 CLAIM = {"text": "b is fast", "source": "us", "predicate": 'min("b") > 0 and min("a") > 0'}

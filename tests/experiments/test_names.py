@@ -13,7 +13,7 @@ from rich.console import Console
 from ddpcore import training
 from ddpcore.bench.__main__ import main as bench
 from ddpcore.data import load_dataset
-from ddpcore.display.plot_option import check_plot
+from ddpcore.display.chart import check_plot
 from ddpcore.experiments.plan import check_folder
 from ddpcore.experiments.study import load_study
 from ddpcore.records.run import RECORD

@@ -17,6 +17,7 @@ from ddpcore.records.study import Folder
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.config import merged
+from helpers.each import each
 
 
 def place(**fields: Any) -> LearnerPlacement:
@@ -103,6 +104,20 @@ def test_jobs(tiny: Path, tmp_path: Path) -> None:
     assert plan.manifest["rows"]["ssgd"]["ranks"] == 2
     assert plan.jobs[0].config.data.data_dir == "here"
     assert '"here"' not in json.dumps(plan.manifest), "a folder of this machine"
+
+
+@each(("learners", "world_size", "ranks"), [(4, 2, 2), (4, 4, 4), (2, 2, 2), (4, 1, 0), (16, 8, 8)])
+def test_ranks_share_the_learners(learners, world_size, ranks, tiny: Path, tmp_path: Path) -> None:
+    over = {"strategy": {"learners": learners}, "data": {"batch_size": 16}}
+    options = {"rows": ["ssgd"], "overrides": over}
+    if not ranks:
+        with pytest.raises(ValueError, match=f"--world-size is 1: these rows have {learners} learners"):
+            make_plan(study.find_study(str(tiny)), Folder(tmp_path), world_size=world_size, **options)
+        return
+    plan = make_plan(study.find_study(str(tiny)), Folder(tmp_path), world_size=world_size, **options)
+    assert {job.ranks for job in plan.jobs} == {ranks}
+    each = f" of {learners // ranks} virtual learners" if learners > ranks else ""
+    assert plan.jobs[0].place == f"{ranks} processes{each}"
 
 
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.records.checkpoint import steps_of
+from ddpcore.records.run import steps_of
 from ddpcore.records.study import Folder
 
 Main = Callable[..., tuple[int, str, str]]
@@ -92,9 +92,13 @@ def test_a_damaged_file(main: Main, tiny: Path) -> None:
 
 
 def test_under_torchrun(main: Main, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows run on all ranks, so a row that cannot is refused, and so is another way to start processes."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check(main("run", tiny), "without torchrun")
+    check(main("run", tiny), "torchrun has started 2 ranks, and row a does not run on them: leave it out")
+    check(main("run", tiny, "--rows", "ssgd", "--jobs", 2), "2 ranks, and --jobs starts processes: leave it out")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    check(main("run", tiny, "--rows", "ssgd"), "--world-size is 3: these rows have 2 learners")
 
 
 @pytest.fixture
@@ -179,10 +183,13 @@ def test_a_damaged_record_of_a_run(main: Main, tiny: Path, done: Path) -> None:
     assert Folder(done).finished() == {("a", 0)}
 
 
-def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path, tmp_path: Path) -> None:
+def test_a_run_or_checkpoint_of_another_model(
+    main: Main, tiny: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An unfinished run was copied into the folder from another study."""
     other = tmp_path / "other"
     words = ("--rows", "a", "--seeds", 1, "--set", "run.checkpoint_every=2")
+    monkeypatch.setattr("ddpcore.experiments.run.CHECKPOINTS", "none")  # so that the checkpoints stay
     assert main("run", tiny, "--out", other, *words, "--set", "model=mlp")[0] == 0
     (done / "results.jsonl").write_text("")
     theirs, ours = Folder(other).run_path("a", 0), Folder(done).run_path("a", 0)
@@ -198,7 +205,7 @@ def test_a_run_or_checkpoint_of_another_model(main: Main, tiny: Path, done: Path
 
 
 def test_no_matplotlib(main: Main, done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpcore.display.plot_option.find_spec", lambda name: None)
+    monkeypatch.setattr("ddpcore.display.chart.find_spec", lambda name: None)
     check(main("compare", done, "--plot", done / "x.png"), "pip install 'ddpcore[report]'")
     assert not (done / "x.png").exists()
 

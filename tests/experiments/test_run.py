@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import torch
 
 from ddpcore.experiments import hosts, study
 from ddpcore.experiments.plan import Datasets, make_plan
-from ddpcore.experiments.run import run
+from ddpcore.experiments.run import _run_share, run
 from ddpcore.records.study import Folder, read_manifest
+from ddpcore.runtime.launch import World
 from ddpcore.training import RunRecord, train
 from helpers import ranks
 
@@ -249,6 +251,49 @@ def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) 
     real, virtual = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("real", "virtual"))
     assert (real["place"], virtual["place"]) == ("2 processes", "2 virtual learners of 1 process")
     assert real["metrics"]["train_loss"] == pytest.approx(virtual["metrics"]["train_loss"], rel=1e-5)
+
+
+def test_torchrun_runs_a_study(tiny: Path, tmp_path: Path) -> None:
+    """Two ranks of torchrun give what the study's own two ranks give; a second start says what is there."""
+    words = ("run", tiny, "--rows", "ssgd", "--seeds", 1, "--set", "strategy.learners=4", "--set", "data.batch_size=16")
+    assert process(*words, "--out", tmp_path / "own", "--world-size", 2).returncode == 0
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ddpcore.experiments"]
+    command = [*start, *map(str, words), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    own, joined = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("own", "out"))
+    assert own["place"] == joined["place"] == "2 processes of 2 virtual learners"
+    assert own["metrics"]["train_loss"] == joined["metrics"]["train_loss"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode != 0
+    assert "contains this study already" in again.stderr
+
+
+def test_a_finished_run_keeps_its_model_only(main: Main, tiny: Path, tmp_path: Path) -> None:
+    words = ("--rows", "a", "--seeds", 1, "--set", "run.checkpoint_every=1")
+    assert main("run", tiny, "--out", tmp_path / "out", *words)[0] == 0
+    kept = {path.name for path in Folder(tmp_path / "out").run_path("a", 0).iterdir()}
+    assert "model.safetensors" in kept
+    assert "checkpoints" not in kept
+
+
+def test_each_process_of_several_jobs_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr("ddpcore.experiments.run._run_in_process", lambda *args: None)
+    for rank in range(5):
+        _run_share(World(rank, 5), [], None, None)
+    assert taken == [0, 1, 2, 0, 1]
+
+
+def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path: Path) -> None:
+    _, text, _ = main("run", tiny, "--out", tmp_path / "out", "--rows", "a,ssgd", "--seeds", 2)
+    assert "4 runs: 2 rows, 2 seeds" in text
+    assert re.search(r"activations, estimated: up to \d+\.\d\d GiB \((a|ssgd), a learner's \d+ samples\)", text)
+    assert re.search(r"disk, estimated: up to \d+\.\d\d GiB of checkpoints", text)
+    assert "h left for 3 runs, if they take as long" in text
 
 
 def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.records.checkpoint import steps_of
+from ddpcore.records.run import steps_of
 
 pytestmark = pytest.mark.slow
 

@@ -163,11 +163,34 @@ def frozen_on_rank_0(rank: int) -> str:
     return "no error"
 
 
+def all_frozen_on_rank_1(transport: str, rank: int) -> str:
+    """Rank 1 freezes its whole model in one step, so it has no backward pass there."""
+    model = net()
+    optimizer = sgd(model)
+    connection = ddpcore.Connection(transport=transport, timeout=3.0)
+    group = dist.new_group()  # the error of rank 1 leaves it with a message that nobody reads
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), group=group, connection=connection)
+    try:
+        for step in range(4):
+            model.requires_grad_(rank == 0 or step != 2)
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 5)).square().sum()
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
     seen["checkpointed"] = [checkpointed(rank, again) for again in (False, True)]
     seen["frozen"] = frozen_on_rank_0(rank)
+    for transport in ("shm", "pg"):
+        seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
+        dist.barrier()
     for strategy in STRATEGIES:
         seen["checkpoint", strategy] = checkpoint(f"{sys.argv[1]}/dcp", strategy)
     for strategy in STRATEGIES:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon
+from ddpcore.optim import muon as muon_module
 from helpers import shard_checkpoint_ranks
 from helpers.ranks import join
 
@@ -91,6 +92,39 @@ def equal_steps(meshes: dict[str, DeviceMesh], rank: int) -> dict[str, Any]:
                     found[name, str(dtype), size, layout] = train(name, make, dtype)
                     if dtype == torch.float32:
                         found[name, "rounded", size, layout] = train(name, make, dtype, state_dtype="bfloat16")
+    return found
+
+
+MATRICES = {"wide": (6, 20), "tall": (20, 6), "uneven": (7, 9), "few": (2, 5), "joint": (12, 8), "experts": (6, 4, 5)}
+
+
+def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
+    """Muon on shards of rows and of columns, and on whole matrices, and how many matrices this rank orthogonalized."""
+    found, counts = {}, []
+    real = muon_module.orthogonalize
+    muon_module.orthogonalize = lambda stack, **more: (counts.append(len(stack)), real(stack, **more))[1]
+    for name, mesh, places in (
+        ("whole", None, []), ("rows", meshes["4"], [Shard(0)]), ("columns", meshes["2"], [Shard(1)]),
+        ("hsdp", meshes["2x2"], [Replicate(), Shard(0)]), ("replicas", meshes["4"], [Replicate()]),
+    ):  # fmt: skip
+        if mesh is not None and mesh.get_coordinate() is None:
+            continue
+        make = (lambda value: value.clone()) if mesh is None else (lambda value, m=mesh, p=places: spread(value, m, p))
+        draw = torch.Generator().manual_seed(0)
+        weights = {key: nn.Parameter(make(torch.randn(shape, generator=draw))) for key, shape in MATRICES.items()}
+        plain = [weights[key] for key in ("wide", "tall", "uneven", "few")]
+        groups = [{"params": plain}, {"params": [weights["joint"]], "split": 3}]
+        groups.append({"params": [weights["experts"]], "batched": True})
+        optimizer = Muon(groups, lr=0.1, ns_dtype=torch.float32)
+        counts.clear()
+        for _ in range(STEPS):
+            for key, shape in MATRICES.items():
+                weights[key].grad = make(torch.randn(shape, generator=draw))
+            optimizer.step()
+        found[name] = {key: whole(weight) for key, weight in weights.items()} | {"count": torch.tensor(sum(counts))}
+        kept = {key: whole(optimizer.state[weight]["momentum_buffer"]) for key, weight in weights.items()}
+        found[name] |= {f"momentum of {key}": value for key, value in kept.items()}
+    muon_module.orthogonalize = real
     return found
 
 
@@ -219,7 +253,8 @@ def refused(meshes: dict[str, DeviceMesh]) -> dict[str, Any]:
     message("tied groups", lambda: FusedLARS([{"params": tied[:1]}, {"params": tied[1:]}]))
     partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     message("partial", lambda: FusedSGD([("sum", partial)]))
-    message("muon", lambda: Muon(named()))
+    divided = nn.Parameter(spread(torch.ones(8, 4), other, [Shard(0), Shard(0)]))
+    message("muon", lambda: Muon([("first", divided)]))
     state = saved["state"][0]
     saved["state"][0] = {**state, "exp_avg": whole(state["exp_avg"])}
     message("whole state", lambda: optimizer.load_state_dict(saved))
@@ -252,6 +287,7 @@ def main() -> None:
     }
     found = {
         "steps": equal_steps(meshes, rank),
+        "muon": muon(meshes),
         "equal rows": (equal_rows(meshes["4"]), equal_rows(None)),
         "reductions": num_reductions(meshes),
         "overflow": overflow(meshes["4"], rank),

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from ddpcore.data import load_dataset
 from ddpcore.models import MODELS
-from ddpcore.models.blocks import SelfAttention
-from ddpcore.models.byte_transformer import ByteTransformer
+from ddpcore.models.transformers import ByteTransformer, SelfAttention
 from ddpcore.optim import param_groups
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import check_parts

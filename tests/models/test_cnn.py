@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddpcore.models.cnn import MnistCNN, SimpleCNN
+from ddpcore.models.small import MnistCNN, SimpleCNN
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.densenet import DenseLayer, DenseNet121
+from ddpcore.models.convolutional import DenseLayer, DenseNet121
 
 
 def test_a_layer_keeps_what_came_in_and_adds_channels() -> None:

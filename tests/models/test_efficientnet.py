@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ddpcore.models.blocks import SqueezeExcitation
-from ddpcore.models.efficientnet import EfficientNetB0
-from ddpcore.models.mobilenet import InvertedResidual
+from ddpcore.models.mobile import EfficientNetB0, InvertedResidual
 
 
 def shapes_of(model: EfficientNetB0) -> list[tuple[int, ...]]:

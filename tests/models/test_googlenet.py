@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ddpcore.models.googlenet import GoogLeNet, Inception
+from ddpcore.models.convolutional import GoogLeNet, Inception
 
 
 def test_four_ways_side_by_side() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.lenet5 import LeNet5
+from ddpcore.models.small import LeNet5
 
 
 @pytest.mark.parametrize(

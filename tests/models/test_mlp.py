@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpcore.models import MODELS
-from ddpcore.models.mlp import MLP
+from ddpcore.models.small import MLP
 
 
 def test_parameters_and_formula() -> None:

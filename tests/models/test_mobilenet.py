@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.mobilenet import InvertedResidual, MobileNet, MobileNetV2
+from ddpcore.models.mobile import InvertedResidual, MobileNet, MobileNetV2
 
 
 def convolutions(model: nn.Module) -> list[nn.Conv2d]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.resnet import BasicBlock, ResNet, ResNet18
+from ddpcore.models.residual import BasicBlock, ResNet, ResNet18
 
 
 def count_by_hand(channels: int, blocks: tuple[int, ...], widths: tuple[int, ...], num_classes: int) -> int:

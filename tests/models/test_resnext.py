@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.resnext import GroupedBottleneck, ResNeXt29
+from ddpcore.models.residual import GroupedBottleneck, ResNeXt29
 
 
 def test_groups_do_not_see_each_other() -> None:

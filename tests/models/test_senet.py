@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpcore.models.blocks import SqueezeExcitation
-from ddpcore.models.senet import PreActivationBlock, SENet18
+from ddpcore.models.residual import PreActivationBlock, SENet18
 
 
 @pytest.mark.parametrize(("channels_in", "channels_out", "stride"), [(4, 4, 1), (4, 4, 2), (4, 6, 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpcore.models.shufflenet import DownUnit, ShuffleNet, Unit, shuffle
+from ddpcore.models.mobile import DownUnit, ShuffleNet, Unit, shuffle
 
 
 def test_shuffle_puts_channels_in_turn() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddpcore.models.mlp import SimpleNet
+from ddpcore.models.small import SimpleNet
 
 
 def test_parameters_and_formula() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpcore.models import MODELS
-from ddpcore.models.speech_lstm import SpeechLSTM
+from ddpcore.models.small import SpeechLSTM
 
 
 def test_the_published_layers() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.models.vgg import VGG19
+from ddpcore.models.convolutional import VGG19
 
 
 def test_layers() -> None:

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from ddpcore.models.blocks import DropPath, SelfAttention
-from ddpcore.models.vit import PatchEmbedding, ViT
+from ddpcore.models.transformers import DropPath, PatchEmbedding, SelfAttention, ViT
 
 
 def count_by_hand(channels: int, side: int, patch: int, width: int, depth: int, mlp: int, num_classes: int) -> int:

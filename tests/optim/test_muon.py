@@ -363,3 +363,32 @@ def test_muloco_is_the_same_on_ranks_and_virtual_learners(seen):
 def test_learners_that_differ_do_not_share(seen):
     for rank in seen:
         assert "Muon has a process_group" in rank["refusal"]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_three_dimensions_are_what_the_group_says(batched):
+    ours, theirs = parameters([(4, 6, 5)]), parameters([(4, 6, 5)])
+    flat = [nn.Parameter(part.detach().clone()) for part in (theirs[0].unbind() if batched else [theirs[0].flatten(1)])]
+    mine, other = Muon([{"params": ours, "batched": batched}], lr=0.1), Muon(flat, lr=0.1)
+    for step in range(3):
+        give_gradients(step, ours)
+        grads = ours[0].grad.unbind() if batched else [ours[0].grad.flatten(1)]
+        for param, grad in zip(flat, grads, strict=True):
+            param.grad = grad.clone()
+        mine.step()
+        other.step()
+    assert torch.equal(ours[0], torch.stack(list(flat)) if batched else flat[0].view(4, 6, 5))
+
+
+def test_three_dimensions_without_a_word_are_refused():
+    with pytest.raises(ValueError, match="three dimensions: give its group batched=True if it is 4 matrices"):
+        Muon(parameters([(4, 6, 5)]), lr=0.1)
+    with pytest.raises(ValueError, match="has 2 dimensions, and batched=True takes"):
+        Muon([{"params": parameters([(4, 6)]), "batched": True}], lr=0.1)
+    with pytest.raises(ValueError, match="batched is True: it must be"):
+        Muon([{"params": parameters([(4, 6, 5)]), "batched": True, "split": 2}], lr=0.1)
+    model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model.register_parameter("experts", nn.Parameter(torch.ones(2, 3, 3)))
+    groups = param_groups(model, 0.1, rule="muon")
+    assert groups[0]["batched"] is False and "0.weight" in dict(groups[0]["params"])
+    assert all("experts" not in dict(group["params"]) for group in groups if "batched" in group)

@@ -112,6 +112,23 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(seen):
         torch.testing.assert_close(found["stepped"], torch.full((8, 4), 0.9))
 
 
+@pytest.mark.parametrize("layout", ["rows", "columns", "hsdp", "replicas"])
+def test_muon_on_shards_is_muon_on_whole_matrices(layout, seen):
+    """Products of a batch of another size may be added in another order. The update is rounded to bfloat16."""
+    counts = []
+    for rank in seen:
+        if layout not in rank["muon"]:
+            continue
+        found, wanted = dict(rank["muon"][layout]), rank["muon"]["whole"]
+        counts.append(int(found.pop("count")))
+        for key, value in found.items():
+            atol = 1e-6 if key.startswith("momentum") else 3 * 0.1 * 2 / 256  # steps x lr x scale x half a unit
+            torch.testing.assert_close(value, wanted[key], rtol=0, atol=atol, msg=key)
+    num = int(seen[0]["muon"]["whole"]["count"])
+    assert sum(counts) == {"rows": num, "columns": num, "hsdp": 2 * num, "replicas": 4 * num}[layout]
+    assert max(counts) < num or layout == "replicas", "one rank did all the work"
+
+
 @pytest.mark.parametrize("way", ["fsdp", "hsdp", "fsdp and tensor", "tensor"])
 def test_models_of_torch(way, seen):
     """The gradients are sums over ranks in another order, so weights differ by some roundings."""
@@ -132,7 +149,7 @@ def test_a_partial_gradient_is_reduced(seen, assert_same_bits):
         ("mesh of the gradient", r"the gradient of parameter first is on DeviceMesh\(\(replicas=2.*distribute_tensor$"),
         ("tied", "parameter out is a shard of the same memory as parameter in: tie them as one parameter"),
         ("tied groups", "parameter out is a shard of the same memory as parameter in"),
-        ("muon", "parameter first is a DTensor, and Muon needs whole matrices"),
+        ("muon", "parameter first is laid out as .* and Muon gathers a matrix along one dimension"),
         ("partial", "parameter sum is a DTensor with partial sums"),
         ("whole state", "exp_avg of parameter 0 is a whole tensor and the parameter a DTensor: load it with"),
         ("other layout", r"exp_avg of parameter 0 is laid out as \(Replicate\(\),\)"),

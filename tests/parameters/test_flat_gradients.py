@@ -123,7 +123,7 @@ def test_gradients_that_were_there_before() -> None:
 
 
 def test_gradients_that_stay_where_autograd_left_them() -> None:
-    """Those that a kernel can read there: dense, in the order of the weights, large enough, of one learner."""
+    """Those that a kernel can read there: dense, in the order of the weights, large enough."""
     model = network()
     flat = flatten(model)
     given = fill_gradients(model)

@@ -270,6 +270,7 @@ def test_measuring_keeps_the_faster_way(faster: str, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         models(torch.ones(3, 1, 4))
     assert models.vectorize is (faster == "together")
+    assert models.choice.startswith(f"{faster}: measured "), "the choice says what was measured"
     measured = ["together", "in turn"] * (1 + learner_models.TRIALS)
     assert ran == [*measured, faster, faster], "only the first call measures"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,15 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import ddpcore
+from ddpcore.optim import FusedSGD
 from helpers.learner_models import Scaled, learners
+
+N = 8  # learners, for which vmap pays with these small models
 
 
 def takes_vmap(model: nn.Module, change: Any = lambda models: None, **options: Any) -> bool:
-    together = learners(model, 2, options.get("vectorize"))
+    together = learners(model, N, options.get("vectorize"))
     counts: list[int] = []
     together._together = lambda *args: counts.append(1)  # type: ignore[method-assign]
     change(together.models)
-    together(torch.ones(2, 3, 4))
+    together(torch.ones(N, 3, 4))
     return bool(counts)
 
 
@@ -86,10 +91,10 @@ def swap_weights(models: Any) -> None:
 def test_what_differs_between_learners_runs_in_turn(change: Any, vectorize: bool | None) -> None:
     """Also if one is changed after the first passes."""
     assert not takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), change, vectorize=vectorize)
-    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), 2, vectorize)
-    together(torch.ones(2, 3, 4))
+    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU()), N, vectorize)
+    together(torch.ones(N, 3, 4))
     change(together.models)
-    inputs = torch.randn(2, 3, 4)
+    inputs = torch.randn(N, 3, 4)
     expected = [model(x) for model, x in zip(together.models, inputs, strict=True)]
     assert torch.equal(together(inputs), torch.stack(expected))
 
@@ -120,19 +125,40 @@ def swap_between_learners(models: Any) -> None:
     "change",
     [
         lambda models: setattr(models[1], "scale", 3.0),
-        lambda models: [setattr(model, "scale", scale) for model, scale in zip(models, (1.0, 3.0), strict=True)],
+        lambda models: [setattr(model, "scale", scale) for model, scale in zip(models, range(1, N + 1), strict=True)],
         lambda models: setattr(models[1], "act", torch.relu),
         swap_layers,
         swap_between_learners,
     ],
 )
 def test_attributes_and_layers_that_change_later(change: Any, vectorize: bool | None) -> None:
-    together = learners(Scaled(), 2, vectorize)
-    together(torch.ones(2, 3, 4))
+    together = learners(Scaled(), N, vectorize)
+    together(torch.ones(N, 3, 4))
     change(together.models)
-    inputs = torch.randn(2, 3, 4)
+    inputs = torch.randn(N, 3, 4)
     expected = [model(x)[0] for model, x in zip(together.models, inputs, strict=True)]
     torch.testing.assert_close(together(inputs)[0], torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("widths", "num", "together"),
+    [((10, 50, 2), 256, True), ((64, 128, 10), 16, True), ((64, 128, 10), 4, False), ((64, 1024, 1024, 10), 16, False)],
+)
+def test_number_and_size_choose(widths: tuple[int, ...], num: int, together: bool) -> None:
+    """Many small models run together; few, and large ones, in turn. The choice and its reason can be read."""
+    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    model = nn.Sequential(*layers)
+    handle = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(), learners=num)
+    per_layer = sum(p.numel() for p in model.parameters()) // len(layers)
+    expected = f"{'together' if together else 'in turn'}: {per_layer} weights a layer, and vmap of {num} learners"
+    assert handle.learners_run.startswith(expected)
+    ran: list[str] = []
+    for name in ("_together", "_in_turn"):
+        setattr(handle.model, name, lambda *args, name=name: ran.append(name))
+    handle.model(torch.ones(num, 2, widths[0]))
+    assert ran == ["_together" if together else "_in_turn"]
+    model.register_forward_hook(lambda *args: None)
+    assert handle.learners_run.startswith("in turn")
 
 
 def test_global_hooks_run_in_turn() -> None:

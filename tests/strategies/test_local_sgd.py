@@ -190,6 +190,7 @@ def test_fragments_are_averaged_at_their_own_time(fragments: object, first: set[
         (5, "fragments is 5, and the model has 4 parameters"),
         ([["head"], ["body.0", "body.1"]], "parameter body.2.weight is in no fragment"),
         ([["head", "body"], ["body.1"]], "parameter body.1.weight is in fragments 0 and 1"),
+        ([["nothing"]], "is in no fragment"),
         ([["head", "body"], ["neck"]], r"no parameter is in \['neck'\]"),
         ([["head", "bod"], ["body"]], None),  # a name that fits nothing beside one that does
     ],
@@ -342,6 +343,7 @@ def test_fragments_are_the_same_whatever_the_order_of_gradients(fragments: int) 
         ({"fragments": 2, "warmup_steps": 4}, "leave warmup_steps out"),
         ({"fragments": [["a"], []]}, r"fragments has \[\]: each fragment is a list of names"),
         ({"fragments": ["a", "b"]}, "fragments has 'a': each fragment is a list of names"),
+        ({"fragments": [{"a"}, {"b"}]}, "fragments has {'a'}: each fragment is a list of names"),
         ({"overlap": 8}, "overlap is 8: it must be at least 0 and below 8"),
         ({"overlap": 1, "warmup_steps": 4}, "overlap needs a period that does not grow"),
         ({"topology": ddpcore.Ring(), "warmup_steps": 4}, "topology needs a period that does not grow"),

@@ -15,8 +15,7 @@ import ddpcore
 from ddpcore import TOPOLOGIES, Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Round, Topology
 from ddpcore.topology.base import Matrix
 from ddpcore.topology.pairs import random_matching
-from ddpcore.topology.redraw import redrawn
-from ddpcore.topology.wrapped import Slowed
+from ddpcore.topology.wrapped import Slowed, redrawn
 from helpers.each import each
 
 ALL = [Complete(), Ring(), RandomPair(), RandomPair(7), OnePeerExponential()]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpcore.records.checkpoint import read_manifest, steps_of
+from ddpcore.records.run import read_manifest, steps_of
 from ddpcore.storage.files import replace_file
 from ddpcore.training.checkpoint import Checkpoints
 from helpers.bounded import refused

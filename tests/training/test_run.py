@@ -16,7 +16,7 @@ import torch
 
 import ddpcore
 from ddpcore.models import MODELS
-from ddpcore.records.checkpoint import step_folder, steps_of
+from ddpcore.records.run import step_folder, steps_of
 from ddpcore.runtime.launch import World
 from ddpcore.training import Interrupted, RunRecord, TrainConfig, train
 from ddpcore.training.checkpoint import Checkpoints
@@ -32,6 +32,7 @@ def test_the_record(tmp_path: Path) -> None:
     assert header["num_samples"] == {"train": 50, "test": 24}
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4)
     assert header["num_parameters"] == sum(p.numel() for p in model.parameters())
+    assert header["learners_run"].startswith("in turn: ")
     assert {"device", "torch", "ddpcore", "commit", "python", "date"} <= set(header)
     assert [(row["epoch"], row["step"]) for row in record.epochs] == [(1, 4), (2, 6)]
     for row in record.epochs:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.idioms.run import STEPS, L, Run, add, net, one_step, sgd, start, train
+from helpers.idioms.run import STEPS, L, Run, add, net, sgd, start, train
 
 Model = Any
 
@@ -398,80 +398,3 @@ def _changes_its_input(run: Run, vectorize: bool | None = None) -> None:
 
 add("the_first_layer_changes_its_input", _changes_its_input)
 add("the_first_layer_changes_its_input_in_turn", partial(_changes_its_input, vectorize=False))
-
-
-# ---- which parameters take part changes ----
-
-
-class Parts(nn.Module):
-    """A trunk and two heads, of which the loop chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.trunk, self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
-        self.heads = "first"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.trunk(x))
-        return sum(getattr(self, head)(x) for head in self.heads.split("+"))  # type: ignore[no-any-return]
-
-
-PARTS: dict[str, Callable[[int, int], str]] = {
-    "the_first_step_only": lambda step, rank: "first+second" if step == 0 else "first",
-    "from_step_two_on": lambda step, rank: "first" if step < 2 else "first+second",
-    "every_other_step": lambda step, rank: "first" if step % 2 else "second",
-    "one_learner_alone": lambda step, rank: "first+second" if rank == 1 else "first",
-    "one_learner_alone_in_one_step": lambda step, rank: "first+second" if rank == 0 and step == 1 else "first",
-    "each_learner_another": lambda step, rank: "first" if rank == 0 else "second",
-}
-
-
-def _takes_part(run: Run, of: Callable[[int, int], str]) -> None:
-    """With momentum and decay, which would move a parameter that has a gradient of zero."""
-    model = Parts()
-    run.distribute(model, sgd(model, weight_decay=0.1))
-    for step in range(5):
-        for row, one in enumerate(run.models):
-            one.heads = of(step, row if run.world == "virtual" else run.rank)
-        inputs, labels = run.batch(step)
-        run.optimizer.zero_grad()
-        loss = run.loss(run.model(inputs), labels)
-        if run.is_plain and run.strategy == "ssgd":  # as DDP does with find_unused_parameters
-            loss.backward()
-            _average_used(model)
-        else:
-            run.backward(loss)
-        run.step()
-
-
-def _average_used(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        used = torch.tensor(float(parameter.grad is not None))
-        dist.all_reduce(used)
-        if used:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            parameter.grad = grad / L
-
-
-for part, of in PARTS.items():
-    add(f"a_head_takes_part_in_{part}", partial(_takes_part, of=of))
-
-
-def _unfrozen(run: Run, begin: int) -> None:
-    """Gradual unfreezing: frozen after ``distribute``, then trained."""
-    model = Parts()
-    model.heads = "first+second"
-    run.distribute(model, sgd(model, weight_decay=0.1))
-    for one in run.models:
-        one.trunk.requires_grad_(False)
-    for step in range(5):
-        if step == begin:
-            for one in run.models:
-                one.trunk.requires_grad_(True)
-        one_step(run, step)
-
-
-for begin in (1, 3):
-    add(f"unfrozen_in_step_{begin}", partial(_unfrozen, begin=begin))

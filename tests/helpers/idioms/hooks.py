@@ -164,6 +164,37 @@ def hook_of_a_node_from_before_distribute(run: Run) -> None:
     train(run)
 
 
+def _after_the_node(run: Run, when: str, change: Any) -> None:
+    """Hooks of accumulation nodes that run after all others, as Apex and Horovod have them."""
+    model, kept = net(), []
+
+    def register(parameters: Any) -> None:
+        for parameter in parameters:
+            kept.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+            kept[-1].register_hook(lambda *_, parameter=parameter: change(parameter))
+
+    optimizer = sgd(model)
+    if when == "before":
+        register(model.parameters())
+    run.distribute(model, optimizer)
+    if when == "after":
+        register(run.parameters())
+    train(run, steps=2)
+    if when == "in the middle":
+        register(run.parameters())
+    train(run, first=2, steps=3)
+
+
+for how, change in {"halves": halve_gradient, "clamps": clamp_gradient, "replaces": replace_gradient}.items():
+    for when in ("before", "after", "in the middle"):
+        worlds = ("ranks",) if when == "before" else ("ranks", "virtual")  # the function holds learner 0's parameter
+        add(
+            f"hook_after_the_accumulation_node_{how}_{when.replace(' ', '_')}",
+            partial(_after_the_node, when=when, change=change),
+            worlds=worlds,
+        )
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:

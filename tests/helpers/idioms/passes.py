@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from helpers.idioms.run import STEPS, Run, add, idiom, one_step, sgd, start
@@ -222,3 +224,31 @@ def two_models_in_turn(run: Run) -> None:
         one_step(run, step)
         one_step(other, step)
     run.tensors += other.close()[0]
+
+
+def _compiled_autograd(run: Run, inside: bool, vectorize: bool | None) -> None:
+    """torch.compile of the backward pass: it runs the hooks of ddpcore at other times."""
+    start(run, **({"vectorize": vectorize} if run.world == "virtual" else {}))
+    for step in range(2):
+        inputs, labels = run.batch(step)
+        run.optimizer.zero_grad()
+        loss = run.loss(run.model(inputs), labels)
+        with compiled_autograd._enable(torch.compile(backend="eager")) if not run.is_plain else nullcontext():
+            run.backward(run.loss(run.model(inputs), labels) if inside else loss)
+        run.step()
+
+
+COMPILED = "compiled autograd runs the backward pass, and ddpcore's hooks need autograd"
+for inside in (False, True):
+    place = "whole_pass" if inside else "backward"
+    add(
+        f"compiled_autograd_of_the_{place}",
+        partial(_compiled_autograd, inside=inside, vectorize=False),
+        refused={"ssgd": COMPILED},
+    )
+    add(
+        f"compiled_autograd_of_the_{place}_with_vmap",
+        partial(_compiled_autograd, inside=inside, vectorize=True),
+        refused=COMPILED,
+        worlds=("virtual",),
+    )

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from helpers.idioms.run import STEPS, Run, add, idiom, net, one_step, sgd, start, train
 
 RANKS = ("ranks",)
+Model = Any
 
 
 def _before_each_step(run: Run, look: Callable[[Run], Any], make: Any = sgd) -> None:
@@ -56,6 +59,37 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
 }
 for name, look in LOOKS.items():
     add(f"state_{name}", partial(_before_each_step, look=look), worlds=RANKS)
+
+# Programs that read the model in training: no step begins.
+READS: dict[str, Callable[[Model], Any]] = {
+    "traced": lambda model: torch.jit.trace(model, torch.zeros(2, 5)),
+    "exported": lambda model: torch.export.export(model, (torch.zeros(2, 5),)),
+    "exported_for_evaluation": lambda model: torch.export.export(model.eval(), (torch.zeros(2, 5),)),
+    "made_a_graph": lambda model: make_fx(model)(torch.zeros(2, 5)),
+    "run_with_fake_tensors": lambda model: _with_fakes(model),
+}
+
+
+def _with_fakes(model: Model) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.zeros(2, 5))
+
+
+def _read(run: Run, read: Callable[[Model], Any]) -> None:
+    start(run)
+    for step in range(STEPS):
+        read(run.inner)
+        run.inner.train()
+        one_step(run, step)
+
+
+for name, read in READS.items():
+    add(f"the_model_is_{name}", partial(_read, read=read))
+add(
+    "the_model_is_scripted",
+    partial(_read, read=torch.jit.script),
+    refused="torch.jit.script cannot compile a model in training: take the handle's evaluation_model",
+)
 
 DCP: dict[str, Callable[[Run], Any]] = {
     "model_state": lambda run: dcp_state.get_model_state_dict(run.inner),
