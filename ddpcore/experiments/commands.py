@@ -85,14 +85,14 @@ def _run(options: RunOptions) -> int:
     check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
+    pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
+    for line in cost_of(pending, datasets) if pending else ():
+        print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
         folder.begin(plan.manifest, _warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
-        pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
-        for line in cost_of(pending, datasets) if pending else ():
-            print(line, flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
