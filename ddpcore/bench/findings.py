@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from ddpcore.bench.isolated import Compute, Step, Transfer, predict
@@ -55,7 +55,7 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
         seconds: of the same work, by rank.
         hosts: of the ranks.
     """
-    middle = median(seconds)
+    middle = median_low(seconds)
     least = middle + max(SLOW_RANK_SECONDS, SLOW_RANK_SHARE * middle)
     return [
         f"rank {rank} on {host} is slow: {1e3 * own:.0f} ms for work that takes {1e3 * middle:.0f} ms elsewhere: see "

@@ -310,7 +310,8 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
         f"{parts['update']:.2f} ms"
     )
     rows = result["rows"]
-    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"))
+    asked = ("predicted ms", "measured ms p20/p50/p80", "error")
+    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"), asked=asked)
     return [*environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
 
 
