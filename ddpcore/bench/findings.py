@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from ddpcore.bench.isolated import Compute, Step, Transfer, predict
+from ddpcore.bench.step_model import Compute, Step, Transfer, predict
 from ddpcore.parameters.flat import MiB
 
 BUCKET_BYTES = 25 * MiB  # of the averaged gradients, as DistributedDataParallel has them

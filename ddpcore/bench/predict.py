@@ -35,20 +35,8 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.isolated import (
-    Call,
-    Step,
-    StepTimer,
-    Transfer,
-    available_cores,
-    average_together,
-    averages,
-    bucket_bytes,
-    error_pct,
-    message_bytes,
-    predict,
-    time_calls,
-)
+from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
+from ddpcore.bench.step_model import Step, Transfer, available_cores, error_pct, predict
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
