@@ -150,6 +150,7 @@ def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> 
     others = {
         "strategy.timeout": 9.0, "run.save_nonfinite": True, "run.keep_last": 7, "run.keep_best": True,
         "data.data_dir": "elsewhere", "run.checkpoint_every": 3, "run.record_steps": True, "data.download": True,
+        "strategy.learners_at_once": 1,
     }  # fmt: skip
     assert set(others) == set(BOOKKEEPING)
     for field, value in others.items():
