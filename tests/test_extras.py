@@ -102,4 +102,5 @@ def test_every_package_that_the_code_names_is_in_that_extra() -> None:
                     assert package in packages, f"{path}: {package} is not in the extra {name}"
                     checked.add(package)
     # rich is left out: without it, progress is shown as lines.
-    assert checked == {"scipy", "safetensors", "pooch", "h5py", "tensorboard", "matplotlib"}
+    trainers = {"lightning", "transformers", "accelerate"}
+    assert checked == {"scipy", "safetensors", "pooch", "h5py", "tensorboard", "matplotlib", *trainers}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ import torch.distributed as dist
 from rich.table import Table
 
 from ddpcore.bench import findings
-from ddpcore.bench.command import publish
+from ddpcore.bench.command import Kind, publish
 from ddpcore.bench.config import Options
-from ddpcore.bench.result import Kind
 from ddpcore.comm.choice import choose_backend
 from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.display.table import number, table_of
@@ -68,7 +68,7 @@ def prepare(config: DoctorConfig, torchrun: World | None) -> Callable[[], None]:
 def run_rank(world: World, config: DoctorConfig) -> None:
     """What every rank runs; rank 0 prints and writes the result."""
     device = torch.device("cuda") if dist.is_initialized() and dist.get_backend() == "nccl" else torch.device("cpu")
-    everyone, seconds, links = [facts(device.type)], [work(device)], []
+    everyone, seconds, links = [facts(device.type)], [0.0], []
     if world.world_size > 1:
         barrier("the start of a measurement")
         everyone = gather_objects(default_group(None), everyone[0], "the facts", TIMEOUT)
@@ -140,15 +140,15 @@ def interface_of_name() -> str:
 
 
 def work(device: torch.device) -> float:
-    """Seconds of a fixed computation."""
-    matrix = torch.ones(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.float32)
-    matrix @ matrix
-    start = time.perf_counter()
-    for _ in range(WORK_REPEATS):
+    """Seconds of a fixed computation: the median of several products of matrices, times their number."""
+    matrix, seconds = torch.ones(WORK_SIZE, WORK_SIZE, device=device, dtype=torch.float32), []
+    for _ in range(1 + WORK_REPEATS):
+        start = time.perf_counter()
         matrix @ matrix
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return WORK_REPEATS * median(seconds[1:])  # the first one also starts threads or loads a library
 
 
 def measured_links(world: World, everyone: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:

@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ddpcore.display.table import cell_of
+from ddpcore.display.table import cell_of, console_of
 from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
@@ -60,7 +59,7 @@ def _list(options: ListOptions) -> int:
             learners = str(row.config("full").strategy.learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
             table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
-    Console().print(table)
+    console_of(wide=False).print(table)
     return 0
 
 
