@@ -42,3 +42,22 @@ def test_impossible_multipliers() -> None:
         EfficientNetB0(width=0)
     with pytest.raises(ValueError, match="depth is -1"):
         EfficientNetB0(depth=-1)
+
+
+def test_a_block_of_stride_2_adds_its_output_without_the_gate() -> None:
+    """As kuangliu's pytorch-cifar: out * w + out; without ``add_ungated`` out * w, as in the paper."""
+    models = [EfficientNetB0(width=0.25, depth=0.5, add_ungated=add) for add in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    blocks = [[m for m in model.eval().modules() if isinstance(m, InvertedResidual)] for model in models]
+    num_strided = 0
+    for added, gated in zip(*blocks, strict=True):
+        x = torch.randn(2, added.residual[0].in_channels, 8, 8)
+        out = added.residual[:-1](x)
+        w = added.residual[-1].gate(out.mean(dim=(2, 3)))[:, :, None, None]
+        if added.shortcut is None:
+            num_strided += 1
+            assert torch.equal(added(x), out * w + out)
+            assert torch.equal(gated(x), out * w)
+        else:
+            assert torch.equal(added(x), gated(x))
+    assert num_strided == 5
