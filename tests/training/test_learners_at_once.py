@@ -31,7 +31,8 @@ def _trainer(at_once, strategy="ssgd", model=IN_TURN, accumulation=1, compile=Fa
         strategy=StrategyConfig(name=strategy, learners=L, learners_at_once=at_once),
         run=RunConfig(steps=3, device="cpu"),
     )
-    return build_trainer(LearnerPlacement.of(config, None), dataset)
+    vectorize = {"vectorize": True} if model is IN_VMAP else {}
+    return build_trainer(LearnerPlacement.of(config, None), dataset, **vectorize)
 
 
 @pytest.fixture(autouse=True)
