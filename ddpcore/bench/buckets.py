@@ -240,7 +240,8 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
         f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
         f"{result['rounds']} interleaved rounds"
     )
-    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",))
+    asked = ("largest bucket", "step ms p20/p50/p80", "exposed ms", "hidden")
+    table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), asked=asked)
     return [*environment_lines(result["environment"]), table, recommendation(result["recommended"])]
 
 
@@ -261,7 +262,7 @@ def _advice(one: dict[str, Any]) -> str:
 
 
 def _sizes(num_bytes: list[int]) -> str:
-    return f"{len(num_bytes)} up to {max(num_bytes) / 2**20:.3g}"
+    return f"{len(num_bytes)} (<= {max(num_bytes) / 2**20:.2g})"
 
 
 _COLUMNS = {

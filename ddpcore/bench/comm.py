@@ -278,7 +278,8 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     operations = list(dict.fromkeys(row["op"] for row in result["rows"]))
     rows = sorted(result["rows"], key=lambda row: (operations.index(row["op"]), row["size_bytes"]))
     title = f"{result['world_size']} ranks, slowest rank's time"
-    table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), group="op")
+    asked = ("transport", "size", "time us p50", "algbw GB/s", "busbw GB/s", "#wrong")
+    table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), asked=asked, group="op")
     return [*environment_lines(result["environment"]), table]
 
 

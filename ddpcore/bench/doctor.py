@@ -19,9 +19,8 @@ import torch.distributed as dist
 from rich.table import Table
 
 from ddpcore.bench import findings
-from ddpcore.bench.command import publish
+from ddpcore.bench.command import Kind, publish
 from ddpcore.bench.config import Options
-from ddpcore.bench.result import Kind
 from ddpcore.comm.choice import choose_backend
 from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.display.table import number, table_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from ddpcore.bench.step_model import Compute, Machine, Step, Transfer, predict
+from ddpcore.bench.step_model import Compute, Step, Transfer, predict
 from ddpcore.parameters.flat import MiB
 
 BUCKET_BYTES = 25 * MiB  # of the averaged gradients, as DistributedDataParallel has them
@@ -100,10 +100,9 @@ def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[s
         cpu=0.0,
         arrivals=tuple((1, (place + 1) / num) for place in range(num)),
     )
-    machine = Machine(cores=math.inf, background=True)
 
     def added(*steps: Step) -> float:
-        return predict(compute, steps, machine) - step_seconds
+        return predict(compute, steps, cores=math.inf, background=True) - step_seconds
 
     ssgd = added(Step(messages=[Transfer(seconds=ring / num)] * num, sizes=[1] * num))
     dpsgd = added(Step(hidden=Transfer(seconds=num_bytes / rate + latency)))

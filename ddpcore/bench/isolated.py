@@ -1,19 +1,12 @@
-"""The parts of a step alone: timing of communication and computation, and the prediction of a step from their times.
-
-docs/predict.md derives the formulas. A step has two lower bounds: its longest chain of dependent parts, and the
-processor time of all its parts divided by the number of cores. The second matters if the ranks use all cores, because
-communication then takes processor time from the computation. The prediction is the larger of the two.
-"""
+"""The parts of a step alone: timing of its communication, and of its computation."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,121 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.bench.contender import Contender
+from ddpcore.bench.step_model import Compute, Transfer
 from ddpcore.comm.groups import barrier
 from ddpcore.parameters.buckets import messages
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """A step without communication, measured while all ranks run.
-
-    Attributes:
-        forward: from the start of the step, with fetching the batch, to the loss.
-        backward: from the loss to the optimizer's step.
-        update: the optimizer's step and everything after it.
-        cpu: processor time of all ranks together; 0 if the processor is not the limit (GPUs).
-        arrivals: (elements of a parameter, share of the backward pass after which its gradient is ready), in the order
-            of arrival.
-    """
-
-    forward: float
-    backward: float
-    update: float
-    cpu: float
-    arrivals: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """A communication in isolation: seconds until the slowest rank is done, and processor time of all ranks."""
-
-    seconds: float
-    cpu: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What is sent in one step.
-
-    Attributes:
-        messages: averages of gradients. They are sent one after the other, each once it is complete; the optimizer
-            waits for the last.
-        sizes: of the messages, in any unit.
-        hidden: what overlaps with forward and backward.
-        after: what overlaps with nothing.
-    """
-
-    messages: Sequence[Transfer] = ()
-    sizes: Sequence[int] = ()
-    hidden: Transfer | None = None
-    after: Transfer | None = None
-
-    @property
-    def cpu(self) -> float:
-        """Processor seconds of all transfers, of all ranks."""
-        return sum(one.cpu for one in (*self.messages, self.hidden, self.after) if one is not None)
-
-
-def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
-    """The share of the backward pass after which each message is complete. Gradients fill messages in arrival order.
-
-    Args:
-        arrivals: see :class:`Compute`.
-        sizes: of each message, in any unit. They are scaled to the sum of the parameters, because buffers are padded.
-    """
-    total, scale = sum(numel for numel, _ in arrivals), sum(sizes)
-    shares, end, filled, latest, position = [], 0.0, 0.0, 0.0, 0
-    for size in sizes:
-        end += size
-        while position < len(arrivals) and filled * scale < end * total * (1 - 1e-9):
-            filled += arrivals[position][0]
-            latest = max(latest, arrivals[position][1])
-            position += 1
-        shares.append(latest)
-    return shares
-
-
-def predict(compute: Compute, steps: Sequence[Step], *, cores: float, background: bool) -> float:
-    """The seconds of a step, as the mean of these.
-
-    Args:
-        compute: a step without communication.
-        steps: what is sent.
-        cores: of all ranks together.
-        background: whether a transfer runs while a rank computes. With shared memory the ranks copy themselves, so a
-            transfer starts only when they wait for it.
-    """
-    path = fmean(_longest_chain(compute, step, background) for step in steps)
-    work = compute.cpu + fmean(step.cpu for step in steps)
-    return max(path, work / cores)
-
-
-def _longest_chain(compute: Compute, step: Step, background: bool) -> float:
-    backward_end, averaged = compute.forward + compute.backward, 0.0
-    for message, share in zip(step.messages, ready_shares(compute.arrivals, step.sizes), strict=True):
-        ready = compute.forward + share * compute.backward if background else backward_end
-        averaged = max(averaged, ready) + message.seconds
-    hidden = 0.0 if step.hidden is None else step.hidden.seconds
-    exchanged = max(backward_end, hidden) if background else backward_end + hidden
-    after = 0.0 if step.after is None else step.after.seconds
-    return max(averaged, exchanged) + after + compute.update
-
-
-def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float:
-    """The number of cores that the ranks get. If their threads fill the machine, other programs take a share of it.
-
-    The estimate then is the processor time of a step without communication divided by the length of that step.
-    """
-    length = compute.forward + compute.backward + compute.update
-    if num_threads < num_cores or compute.cpu <= 0 or length <= 0:
-        return num_cores
-    return min(num_cores, compute.cpu / length)
-
-
-def error_pct(predicted: float, measured: float) -> float:
-    """The prediction minus the measurement, in percent of the measurement; NaN if nothing was measured."""
-    return 100 * (predicted - measured) / measured if measured > 0 else math.nan
-
 
 Call = Callable[[], Any]
 _ITEMSIZE = 4  # bytes of a gradient element: every model of the bench is float32

@@ -35,20 +35,8 @@ from ddpcore.bench.contender import (
     parse_sizes,
     run_block,
 )
-from ddpcore.bench.isolated import (
-    Call,
-    Step,
-    StepTimer,
-    Transfer,
-    available_cores,
-    average_together,
-    averages,
-    bucket_bytes,
-    error_pct,
-    message_bytes,
-    predict,
-    time_calls,
-)
+from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
+from ddpcore.bench.step_model import Step, Transfer, available_cores, error_pct, predict
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
@@ -310,7 +298,8 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
         f"{parts['update']:.2f} ms"
     )
     rows = result["rows"]
-    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"))
+    asked = ("predicted ms", "measured ms p20/p50/p80", "error")
+    table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"), asked=asked)
     return [*environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
 
 

@@ -81,7 +81,8 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
     title = f"{result['world_size']:,} learner" + ("s" if result["world_size"] != 1 else "")
     refused = (f"{row['topology']}: {row['reason']}" for row in result["refused"])
-    return [table_of(_COLUMNS, result["rows"], title=title, left=("topology",)), *refused]
+    asked = ("spectral gap", "smallest eigenvalue")
+    return [table_of(_COLUMNS, result["rows"], title=title, left=("topology",), asked=asked), *refused]
 
 
 _COLUMNS = {

@@ -29,13 +29,23 @@ _MOST_LABELS = 30  # of curves in a legend; with more there is none
 
 def svg_of(chart: Chart) -> str:
     """The chart as the text of an SVG file. The same chart gives the same text."""
+    return picture_of(chart, "svg", {"Date": None, "Creator": None}).decode()
+
+
+def pdf_of(chart: Chart) -> bytes:
+    """The chart as a PDF file. The same chart gives the same bytes."""
+    return picture_of(chart, "pdf", {"CreationDate": None})
+
+
+def picture_of(chart: Chart, kind: str, metadata: dict[str, Any]) -> bytes:
+    """The chart as a file of this kind."""
     figure = Figure(figsize=(3.6 if chart.kind == "network" else 7.2, height_of(chart)), layout="constrained")
     axes = figure.subplots()
     draw(axes, chart)
-    out = io.StringIO()
+    out = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
         warnings.simplefilter("ignore")  # of letters that its font lacks, and of huge numbers
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format=kind, metadata=metadata)
     return out.getvalue()
 
 
@@ -107,7 +117,8 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
 def _finish_lines(axes: Any, chart: Chart) -> None:
     if chart.log_y:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high < 1e4 * low else (1.0,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     if chart.ticks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -22,18 +23,21 @@ Cell = Callable[[Row], str]
 
 
 class RecordTable(Table):
-    """A table whose last columns may be left out."""
+    """A table whose columns may be left out, but for the first and for those ``asked`` for."""
+
+    asked: Sequence[str] = ()
 
 
 def console_of(*, wide: bool) -> Console:
-    """Standard output, as wide as the terminal; 80 columns in a pipe. ``wide`` shows all columns of tables."""
-    return Console(width=WIDE) if wide else Console()
+    """Standard output, as wide as the terminal. ``wide``, a pipe and a file show all columns of tables."""
+    return Console(width=WIDE) if wide or not sys.stdout.isatty() else Console()
 
 
 def print_parts(console: Console | None, *parts: Table | str) -> None:
     """Print tables, and lines of text without markup and wrapping.
 
-    The last columns of a :class:`RecordTable` that does not fit the console are left out, and a line names them.
+    Columns of a :class:`RecordTable` that does not fit the console are left out, and a line names them: first those
+    with the same text in all rows, then the others, the last ones first.
 
     Args:
         console: standard output by default.
@@ -50,27 +54,35 @@ def print_parts(console: Console | None, *parts: Table | str) -> None:
             out.print(f"--wide also shows: {', '.join(hidden)}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _fit(table: Table, console: Console) -> list[str]:
-    """Remove the last columns until the table fits the console. Returns their headings."""
-    hidden: list[str] = []
-    while len(table.columns) > 2 and 1 + sum(map(_width, table.columns)) > console.width:
-        hidden.insert(0, str(table.columns.pop().header))
+def _fit(table: RecordTable, console: Console) -> list[str]:
+    """Remove columns until the table fits the console. Returns their headings, with the text that all rows share."""
+    asked = {cell_of(heading) for heading in table.asked}
+    same = [column for column in table.columns if table.row_count > 1 and len({*column.cells}) == 1]
+    spare = [column for column in table.columns[1:] if column.header not in asked]
+    hidden: list[Column] = []
+    for column in (*(one for one in spare[::-1] if one in same), *(one for one in spare[::-1] if one not in same)):
+        if 1 + sum(map(_width, table.columns)) <= console.width:
+            break
+        table.columns.remove(column)
+        hidden.append(column)
     if console.measure(table).maximum >= console.width:
         for column in table.columns:
             column.width = _width(column) - PADDING  # headings are wrapped, and no word is cut
-    return hidden
+    texts = {id(one): f" ({next(iter(one.cells))} in all rows)" if one in same else "" for one in hidden}
+    return [f"{one.header}{texts[id(one)]}" for one in sorted(hidden, key=lambda one: one._index)]
 
 
 def _width(column: Column) -> int:
-    """Of its longest word, or of its longest cell if it cannot be wrapped, with padding and border."""
-    cells = [str(cell) for cell in (column.header, *column.cells)]
-    words = [part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split())]
-    return PADDING + max(map(cell_len, words), default=0)
+    """Of its longest cell, or of the longest word of its heading, with padding and border."""
+    heading = str(column.header)
+    cells = [line for cell in column.cells for line in str(cell).splitlines()]
+    return PADDING + max(map(cell_len, [*([heading] if column.no_wrap else heading.split()), *cells]), default=0)
 
 
 def table_of(
-    columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], group: str | None = None, **more: Any
-) -> RecordTable:
+    columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], asked: Sequence[str] = (),
+    group: str | None = None, **more: Any,
+) -> RecordTable:  # fmt: skip
     """A table with a line for each row.
 
     Args:
@@ -78,11 +90,13 @@ def table_of(
             for it.
         rows: as in the JSON file.
         left: headings of columns that are aligned left, and whose text is never wrapped.
+        asked: headings of columns that a narrow terminal shows, too.
         group: a key of rows; a rule separates rows with different values.
         more: arguments of ``rich.table.Table``.
     """
     texts = {key: cell_of(text) for key, text in more.items() if isinstance(text, str)}
     table = RecordTable(title_justify="left", **{**more, **texts})
+    table.asked = asked
     rows = list(rows)
     lines = [[cell_of(cell(row)) for cell in columns.values()] for row in rows]
     shown = [any(line[place] != MISSING for line in lines) or not lines for place in range(len(columns))]

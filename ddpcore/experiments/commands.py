@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from ddpcore.display.table import cell_of
+from ddpcore.display.table import cell_of, console_of
 from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
@@ -60,7 +59,7 @@ def _list(options: ListOptions) -> int:
             learners = str(row.config("full").strategy.learners) + (" ranks" if row.ranks else "")
             published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
             table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
-    Console().print(table)
+    console_of(wide=False).print(table)
     return 0
 
 
@@ -86,14 +85,14 @@ def _run(options: RunOptions) -> int:
     check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
+    pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
+    for line in cost_of(pending, datasets) if pending else ():
+        print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
         folder.begin(plan.manifest, _warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
-        pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
-        for line in cost_of(pending, datasets) if pending else ():
-            print(line, flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)

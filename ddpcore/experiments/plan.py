@@ -156,12 +156,7 @@ def make_plan(
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
     learners = {name: config.strategy.learners for name, config in configs.items()}
-    spread = {name for name, num in learners.items() if _shares_out(num, world_size)}
-    if world_size is not None and not spread:
-        counts = ", ".join(map(str, sorted(set(learners.values()))))
-        raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
-    ranks = {row.name: learners[row.name] if row.ranks else 0 for row in chosen}
-    ranks |= {row.name: world_size or 0 for row in chosen if row.name in spread and not row.ranks}
+    ranks = _ranks_of(chosen, learners, world_size)
     seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
     jobs = [
         Job(
@@ -187,6 +182,16 @@ def make_plan(
         "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
+
+
+def _ranks_of(rows: Sequence[Row], learners: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+    """The number of ranks of each row, 0 for virtual learners of one process."""
+    spread = {name for name, num in learners.items() if _shares_out(num, world_size)}
+    if world_size is not None and not spread:
+        counts = ", ".join(map(str, sorted(set(learners.values()))))
+        raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
+    spread -= {row.name for row in rows if row.ranks}
+    return {row.name: (world_size or 0) if row.name in spread else learners[row.name] * row.ranks for row in rows}
 
 
 def _shares_out(num_learners: int, world_size: int | None) -> bool:

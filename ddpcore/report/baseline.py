@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpcore.display.chart import finite
-from ddpcore.options.keys import dotted
-from ddpcore.records.config import BOOKKEEPING
+from ddpcore.report.groups import Group, grouped
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run, Sources
 
@@ -17,7 +16,6 @@ from ddpcore.report.sources import Run, Sources
 _NAMES = ("model", "dataset", "batch_size", "dtype", "backend", "every", "strategy", "topology", "transport", "op",
           "size_bytes", "bucket_mb", "comparison", "list", "implementation", "statistics", "num_buckets",
           "world_size")  # fmt: skip
-_OF_RUNS = ("strategy", "strategy.topology", "model", "data", "data.batch_size", "optimizer.lr")
 _QUANTILES = ("step_ms", "ms", "time_us", "measured_ms", "overhead_pct")
 
 
@@ -32,14 +30,17 @@ class Measure:
 
 def baseline_section(now: Sources, before: Sources, comparisons: Sequence[Any], others: Sequence[Any]) -> Section:
     """The measures that both have, and which of them moved beyond the spread of both."""
-    configs = [_config(run) for run in (*now.runs, *before.runs)]
-    mine, theirs = ({**_of_benches(one), **_of_runs(one.runs, configs)} for one in (now, before))
+    groups = grouped([*now.runs, *before.runs])
+    mine, theirs = ({**_of_benches(one), **_of_runs(groups, one.runs)} for one in (now, before))
     mine |= _of_studies(comparisons)
     theirs |= _of_studies(others)
     shared = [key for key in mine if key in theirs]
     if not shared:
         reason = "The report and the baseline have no measure in common, so nothing is compared: name the same kind "
-        return Section(title="Against the baseline", problems=[f"{reason}of runs, studies or bench files."])
+        advice = (
+            "of runs, studies or bench files. Runs of other configs stand on one page: ddpcore report RUNS --by FIELD"
+        )
+        return Section(title="Against the baseline", problems=[reason + advice])
     rows: list[list[str]] = []
     marks: dict[int, str] = {}
     for key in shared:
@@ -107,37 +108,14 @@ def _of_studies(comparisons: Sequence[Mapping[str, Any]]) -> dict[str, Measure]:
     return found
 
 
-def _of_runs(runs: Sequence[Run], configs: Sequence[dict[str, Any]]) -> dict[str, Measure]:
-    """Runs that differ in their seed alone are one group. ``configs`` has the configs of both sides."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(_name_of(_config(run), configs), []).append(run)
+def _of_runs(groups: Sequence[Group[Run]], side: Sequence[Run]) -> dict[str, Measure]:
+    """Of the runs of a side that have ended. ``groups`` has the runs of both sides."""
+    ended = {id(run) for run in side if run.final}
     found = {}
-    for name, group in groups.items():
-        for metric, values in _finals(group).items():
-            low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
-            found[f"run {name}: {metric}"] = Measure(statistics.fmean(values), low, high)
-    return found
-
-
-def _config(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in dotted(run.header["config"]).items() if key not in ("run.seed", *BOOKKEEPING)}
-
-
-def _name_of(config: dict[str, Any], configs: Sequence[dict[str, Any]]) -> str:
-    """The main fields, and those in which configs with equal main fields differ. Other versions may lack a field."""
-    main = [str(config.get(key)) for key in _OF_RUNS]
-    alike = [other for other in configs if [str(other.get(key)) for key in _OF_RUNS] == main]
-    differing = sorted(key for key in config if any(key in other and other[key] != config[key] for other in alike))
-    return " ".join([*main, *(f"{key}={config[key]}" for key in differing)])
-
-
-def _finals(group: Sequence[Run]) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for run in group:
-        last = run.epochs[-1] if run.epochs and run.final else {}
+    for group in groups:
+        mine = Group(name=group.name, runs=[run for run in group.runs if id(run) in ended])
         for metric in ("train_loss", "accuracy", "total_seconds"):
-            value = finite(last.get(metric))
-            if value is not None:
-                values.setdefault(metric, []).append(value)
-    return values
+            if values := mine.values(metric):
+                low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
+                found[f"run {group.name}: {metric}"] = Measure(statistics.fmean(values), low, high)
+    return found

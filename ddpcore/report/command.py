@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpcore.options.command_line import parse
 from ddpcore.options.fields import check, field
+from ddpcore.report.figures import write_figures
 from ddpcore.report.page import check_report, page_with, sections_of
 from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
@@ -35,6 +36,12 @@ class ReportOptions:
         None, "what to compare with: the page marks what moved by more than its spread", nargs="+", type=Path,
         metavar="RUN",
     )  # fmt: skip
+
+    by: Sequence[str] = field(
+        (), "group the runs by these fields, such as strategy, in place of all that differ", nargs="+", type=str,
+        metavar="FIELD",
+    )  # fmt: skip
+    figures: Path | None = field(None, "also write each chart into this folder, as PDF, SVG and CSV", metavar="DIR")
 
     def __post_init__(self) -> None:
         check(self)
@@ -82,13 +89,16 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 def _write(options: ReportOptions) -> int:
     sources = read_sources(options.runs)
     baseline = None if options.baseline is None else read_sources(options.baseline)
-    sections = sections_of(sources, baseline)
+    sections = sections_of(sources, baseline, options.by)
     problems = [problem for section in sections for problem in section.problems]
     for problem in problems:
         print(f"ddpcore report: {plain(problem)}", file=sys.stderr)
     if not any(section.lines or section.tables or section.charts for section in sections):
         return 2
     replace_file(options.out, page_with(sections).encode())
+    if options.figures is not None:
+        num = write_figures(sections, options.figures)
+        print(f"{num} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
     print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
     return 1 if problems else 0
 

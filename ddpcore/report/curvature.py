@@ -18,19 +18,19 @@ RISE = 0.1  # of the loss, for the width of a level set
 _METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
 
 
-def curvature_sections(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+def curvature_sections(runs: Sequence[Run], names: Sequence[str], colors: Sequence[int]) -> list[Section]:
     """The Hessian along the runs, and their landscapes, with one scale of colours for each plane and metric."""
-    return [_hessian(runs, names), _landscapes(runs, names)]
+    return [_hessian(runs, names, colors), _landscapes(runs, names)]
 
 
-def _hessian(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _hessian(runs: Sequence[Run], names: Sequence[str], colors: Sequence[int]) -> Section:
     def chart(title: str, y_label: str, value: Callable[[dict[str, Any]], Number], note: str = "") -> Chart:
         series = []
-        for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for run, name, color in zip(runs, names, colors, strict=True):
             points = [(line["step"], value(line)) for line in run.hessian]
             if any(found is not None for _, found in points):
                 x, y = zip(*points, strict=True)
-                series.append(Series(name=name, x=x, y=y, style="line+points", color=number))
+                series.append(Series(name=name, x=x, y=y, style="line+points", color=color))
         return Chart(title=title, x_label="step", y_label=y_label, series=series, note=note)
 
     alike = "The number that {} alike in all directions would have is 1 / P for each eigenvector, with P weights."

@@ -20,6 +20,7 @@ from ddpcore.display.picture import Figure, svg_of
 from ddpcore.display.table import plain_lines
 from ddpcore.report.baseline import baseline_section
 from ddpcore.report.curvature import curvature_sections
+from ddpcore.report.groups import grouped
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.runs import labels, run_sections
 from ddpcore.report.section import Section, TableData
@@ -71,8 +72,18 @@ def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> s
     )  # fmt: skip
 
 
-def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Section]:
-    """All sections of the page. A part that cannot be shown is a problem in its place, and the others are shown."""
+def sections_of(sources: Sources, baseline: Sources | None = None, by: Sequence[str] = ()) -> list[Section]:
+    """All sections of the page. A part that cannot be shown is a problem in its place, and the others are shown.
+
+    Args:
+        sources: what to show.
+        baseline: what to compare it with.
+        by: the fields of the config by which runs are grouped, see :func:`ddpcore.report.groups.grouped`.
+
+    Raises:
+        ValueError: no run has a field of ``by``.
+    """
+    groups = grouped(sources.runs, by)
     comparisons, problems = compare_all(sources.studies) if sources.studies else ([], [])
     sections = [Section(title="Not shown", problems=[*sources.problems, *problems])]
     if baseline is not None:
@@ -80,9 +91,10 @@ def sections_of(sources: Sources, baseline: Sources | None = None) -> list[Secti
         lost = [f"baseline: {problem}" for problem in (*baseline.problems, *more)]
         sections.append(Section(title="The baseline, not read", problems=lost))
         sections += _guarded(lambda: [baseline_section(sources, baseline, comparisons, others)], "the baseline")
-    sections += _guarded(lambda: run_sections(sources.runs), "the runs")
+    sections += _guarded(lambda: run_sections(sources.runs, groups), "the runs")
     names = labels(sources.runs)
-    sections += _guarded(lambda: curvature_sections(sources.runs, names), "the curvature of the runs")
+    colors = [number for run in sources.runs for number, group in enumerate(groups) if run in group.runs]
+    sections += _guarded(lambda: curvature_sections(sources.runs, names, colors), "the curvature of the runs")
     for run, name in zip(sources.runs, names, strict=True):
         what = f"the recorded steps of {name}"
         sections += _guarded(lambda one=run, name=name: timeline_sections(one, name), what)  # type: ignore[misc]

@@ -26,8 +26,11 @@ def _layout(chart: Chart) -> dict[str, Any]:
     if chart.kind == "network":
         hidden = {"visible": False, "fixedrange": True}
         return {"xaxis": hidden, "yaxis": {**hidden, "scaleanchor": "x"}, **layout}
-    x_axis: dict[str, Any] = {"title": {"text": _text(chart.x_label)}, "type": "log" if chart.log_x else "-"}
-    y_axis: dict[str, Any] = {"title": {"text": _text(chart.y_label)}, "type": "log" if chart.log_y else "-"}
+    # powers of ten, not SI prefixes, which would be 1k for 1000 and 1µ for 1e-6
+    x_axis, y_axis = (  # type: dict[str, Any], dict[str, Any]
+        {"exponentformat": "power", "minexponent": 6, "title": {"text": _text(label)}, "type": "log" if is_log else "-"}
+        for label, is_log in ((chart.x_label, chart.log_x), (chart.y_label, chart.log_y))
+    )
     if chart.ticks:
         x_axis |= {"tickmode": "array", "tickvals": list(chart.ticks), "ticktext": [*map(_text, chart.tick_texts)]}
     if chart.kind == "heat":

@@ -1,14 +1,18 @@
-"""Sections of the page about runs: what ran, curves of losses and scores, statistics, topology."""
+"""Sections of the page about runs: what came out, curves of losses and scores, statistics, topology."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from operator import methodcaller
+from dataclasses import replace
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any, TypeGuard
 
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
 from ddpcore.options.keys import get
+from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
@@ -20,23 +24,20 @@ _OF_EPOCHS = {
     "loss": ("Loss on the evaluation split", "mean cross-entropy", True),
     "accuracy": ("Accuracy on the evaluation split", "share of samples, 0 to 1", False),
 }
-_INTERVALS = "The band is the recorded interval. Where one end of the interval is open, there is no band."
+_SPREAD = "Several seeds are one curve: their mean, with a band from the smallest to the largest."
+_INTERVALS = "The band of a single run is the recorded interval. Where one end is open, there is no band."
 _DISTANCE = "distance from the mean"
-_SHOWN = {  # headings of the table, and the keys of the config
-    "strategy": "strategy", "topology": "strategy.topology", "learners": "strategy.learners", "model": "model",
-    "data": "data", "batch_size": "data.batch_size", "optimizer": "optimizer", "lr": "optimizer.lr",
-    "seed": "run.seed",
-}  # fmt: skip
+_ROUNDING = 1e-5  # a consensus distance below this part of the largest one is not drawn
+_PLACES = {"processes": "ranks", "communication": "communication", "torch": "torch", "python": "python"}
 
 
-def run_sections(runs: Sequence[Run]) -> list[Section]:
-    """What ran, and all curves; runs are numbered alike in every chart, and keep their colour."""
+def run_sections(runs: Sequence[Run], groups: Sequence[Group[Run]]) -> list[Section]:
+    """What came out, and all curves; groups are numbered alike in every chart, and keep their colour."""
     if not runs:
         return []
     names = labels(runs)
-    sections = [_about(runs, names), _curves(runs, names), _statistics(runs, names)]
-    sections += [_losses(run, name) for run, name in zip(runs, names, strict=True)]
-    sections.append(_topologies(runs, names))
+    sections = [_about(runs, names, groups), _curves(groups), _statistics(groups), _losses(runs, names)]
+    sections.append(_topologies(groups))
     return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
 
 
@@ -46,49 +47,60 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 
-def _about(runs: Sequence[Run], names: Sequence[str]) -> Section:
-    headings = ["run", "state", *_SHOWN, "steps", "seconds", "accuracy"]
-    rows = []
-    where = []
-    for run, name in zip(runs, names, strict=True):
-        header = run.header
-        values = [_text(_config_value(header, key)) for key in _SHOWN]
-        last = run.epochs[-1] if run.epochs else {}
-        rows.append([
-            name, state_of(run), *values, _text(run.final.get("step", last.get("step", 0))),
-            _text(_rounded(run.final.get("total_seconds", last.get("total_seconds")))),
-            _text(_rounded(run.final.get("accuracy", last.get("accuracy")))),
-        ])  # fmt: skip
-        machine = [
-            f"{_text(header.get('device'))}, {_text(header.get('cores'))} cores",
-            *(_text(header.get(key)) for key in ("ranks", "communication", "torch", "python")),
-            f"{_text(header.get('ddpcore'))} ({_text(header.get('commit') or 'installed')})",
-            _text(header.get("date")),
+def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group[Run]]) -> Section:
+    key, order = ranked(groups)
+    columns = {name.replace("_", " "): name for name in (key, "best_accuracy", "train_loss", "total_seconds")}
+    columns = {title: name for title, name in columns.items() if any(group.values(name) for group in groups)}
+    rows = [
+        [
+            group.name,
+            *(spread_of(group.values(name)) for name in columns.values()),
+            str(len(group.runs)),
+            _states(group),
         ]
-        where.append([name, *machine])
+        for group in order
+    ]
+    of_runs = {run.path: group.name for group in groups for run in group.runs}
+    each = [
+        [name, of_runs[run.path], _text(get(run.header["config"], "run.seed")), state_of(run),
+         *(_text(_rounded(_last(run).get(one))) for one in ("step", *columns.values())), _text(run.header.get("date"))]
+        for run, name in zip(runs, names, strict=True)
+    ]  # fmt: skip
     problems = [problem for run in runs for problem in run.problems]
-    lines = [f"{name} was resumed after step {line['step']}." for run, name in zip(runs, names, strict=True)
+    lines = [*sentences(groups), f"The same in all runs: {constants([config_of(run) for run in runs])}."]
+    lines += [f"{name} was resumed after step {line['step']}." for run, name in zip(runs, names, strict=True)
              for line in run.resumed]  # fmt: skip
     lines += [f"{name}: {line.get('text')}." for run, name in zip(runs, names, strict=True) for line in run.members]
-    places = ["run", "device", "processes", "communication", "torch", "python", "ddpcore", "date"]
-    tables = [
-        TableData(title="", headings=headings, rows=rows),
-        TableData(title="Where, and with which versions", headings=places, rows=where),
-    ]
-    return Section(title="What ran", lines=lines, tables=[*tables, *_flatness(runs, names)], problems=problems)
+    headings = ["what differs" if len(groups) > 1 else "runs of", *columns, "runs", "state"]
+    tables = [TableData(title="", headings=headings, rows=rows), *_flatness(runs, names)]
+    headings = ["run", "of", "seed", "state", "step", *columns, "date"]
+    folded = [TableData(title="Each run", headings=headings, rows=each, num_left=2), _where(runs, names)]
+    return Section(title="Result", lines=lines, tables=tables, folded=folded, problems=problems)
 
 
-def _config_value(header: dict[str, Any], key: str) -> Any:
-    """A field of the config: a batch size with its growth, and no topology of a strategy without neighbours.
+def _last(run: Run) -> dict[str, Any]:
+    return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
 
-    For such a strategy ``train`` records None.
-    """
-    config, value = header["config"], get(header["config"], _SHOWN[key])
-    growth = get(config, "data.batch_growth")
-    if key == "batch_size" and growth:
-        return f"{value}, growth {growth}"
-    is_recorded = "topology" in header and _is_index(get(config, "strategy.learners"), MOST_DRAWN + 1)
-    return None if key == "topology" and is_recorded and header["topology"] is None else value
+
+def _states(group: Group[Run]) -> str:
+    counts = Counter(map(state_of, group.runs))
+    return ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts.items())
+
+
+def _where(runs: Sequence[Run], names: Sequence[str]) -> TableData:
+    """Machines and versions; equal ones are one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for run, name in zip(runs, names, strict=True):
+        header = run.header
+        machine = (
+            f"{_text(header.get('device'))}, {_text(header.get('cores'))} cores",
+            *(_text(header.get(key)) for key in _PLACES.values()),
+            f"{_text(header.get('ddpcore'))} ({_text(header.get('commit') or 'installed')})",
+        )
+        found.setdefault(machine, []).append(name)
+    rows = [["all" if len(found) == 1 else ", ".join(of_runs), *machine] for machine, of_runs in found.items()]
+    headings = ["runs", "device", *_PLACES, "ddpcore"]
+    return TableData(title="Where, and with which versions", headings=headings, rows=rows)
 
 
 def state_of(run: Run) -> str:
@@ -110,40 +122,51 @@ def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
     return [TableData(title="Flatness of the final models", headings=["run", *headings], rows=rows)]
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _curves(groups: Sequence[Group[Run]]) -> Section:
     charts = []
     for key, (title, y_label, log_y) in _OF_EPOCHS.items():
         for x_key, x_label in (("step", "step"), ("total_seconds", "seconds since the start")):
-            series = [
-                _series(name, number, run.epochs, x_key, methodcaller("get", key))
-                for number, (run, name) in enumerate(zip(runs, names, strict=True))
-            ]
+            series = _each(groups, attrgetter("epochs"), methodcaller("get", key), x_key)
             charts.append(_chart(f"{title}, over {x_label.split()[0].rstrip('s')}s", x_label, y_label, series, log_y))
-    consensus = [
-        _series(name, number, run.epochs, "step", lambda row: row.get("consensus_distance"))
-        for number, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
-    charts.append(_chart("Consensus distance", "step", _DISTANCE, consensus, True))
-    return Section(title="Curves", charts=with_values(charts))
+    distances = _each(groups, attrgetter("epochs"), methodcaller("get", "consensus_distance"))
+    charts.append(_distance_chart("Consensus distance", distances))
+    lines = [_SPREAD] if any(len(group.runs) > 1 for group in groups) else []
+    return Section(title="Curves", lines=lines if with_values(charts) else [], charts=with_values(charts))
 
 
-def _statistics(runs: Sequence[Run], names: Sequence[str]) -> Section:
-    scales, rates, losses, spreads = [], [], [], []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
-        lines = [line for line in run.statistics if line.get("valid")]
-        interval = [_part(line, "whole", "interval") for line in lines]
-        low, high = ([finite(pair[end]) if _is_pair(pair) else None for pair in interval] for end in (0, 1))
-        scales.append(_series(name, number, lines, "step", lambda row: _part(row, "whole", "noise_scale"), low, high))
-        rates.append(_series(name, number, lines, "step", _relative_rate))
-        losses.append(_series(name, number, lines, "step", lambda row: _part(row, "dynamics", "full_loss")))
-        spreads.append(_series(name, number, lines, "step", lambda row: _part(row, "spread", "consensus_distance")))
+def _distance_chart(title: str, series: Sequence[Series]) -> Chart:
+    """Learners that stay identical have the rounding of the mean as a distance, which would stretch the axis."""
+    largest = [max((value for value in one.y if value is not None), default=0.0) for one in series]
+    kept = [one for one, most in zip(series, largest, strict=True) if most >= _ROUNDING * max(largest)]
+    left_out = ", ".join(one.name for one in series if one not in kept)
+    note = f"Not drawn, because it is below {_ROUNDING:g} of the largest: {left_out}." if left_out else ""
+    return _chart(title, "step", _DISTANCE, kept, True, note)
+
+
+def _statistics(groups: Sequence[Group[Run]]) -> Section:
+    def curves(*keys: str) -> list[Series]:
+        return _each(groups, _valid, lambda row: _part(row, *keys))
+
+    scales = curves("whole", "noise_scale")
+    for place, group in enumerate(groups):
+        if len(group.runs) == 1:
+            pairs = [_part(line, "whole", "interval") for line in _valid(group.runs[0])]
+            low, high = ([finite(pair[end]) if _is_pair(pair) else None for pair in pairs] for end in (0, 1))
+            if any(one is not None for one in low):
+                scales[place] = replace(scales[place], low=low, high=high)
+    losses, note = curves("dynamics", "full_loss"), _INTERVALS if any(one.low is not None for one in scales) else ""
     charts = [
-        _chart("Gradient noise scale", "step", "samples", scales, True, _INTERVALS),
-        _chart("Effective learning rate", "step", "effective / set learning rate", rates, False),
+        _chart("Gradient noise scale", "step", "samples", scales, True, note),
+        _chart("Effective learning rate", "step", "effective / set learning rate",
+               _each(groups, _valid, _relative_rate), False),
         _chart("Loss of the mean weights on the training set", "step", "mean loss", losses, True),
-        _chart("Consensus distance at measured steps", "step", _DISTANCE, spreads, True),
+        _distance_chart("Consensus distance at measured steps", curves("spread", "consensus_distance")),
     ]  # fmt: skip
     return Section(title="Noise statistics", charts=with_values(charts))
+
+
+def _valid(run: Run) -> list[dict[str, Any]]:
+    return [line for line in run.statistics if line.get("valid")]
 
 
 def _relative_rate(row: dict[str, Any]) -> Any:
@@ -151,8 +174,13 @@ def _relative_rate(row: dict[str, Any]) -> Any:
     return rate / lr if rate is not None and lr else None
 
 
-def _losses(run: Run, name: str) -> Section:
-    """The loss of each learner at each step, if the run recorded its steps."""
+def _losses(runs: Sequence[Run], names: Sequence[str]) -> Section:
+    """The loss of each learner at each step, of the runs that recorded their steps."""
+    charts = [_losses_of(run, name) for run, name in zip(runs, names, strict=True)]
+    return Section(title="Loss of each learner", charts=with_values(charts))
+
+
+def _losses_of(run: Run, name: str) -> Chart:
     curves: dict[int, tuple[list[int], list[Number]]] = {}
     for lines in run.steps.values():
         for line in lines:
@@ -167,11 +195,10 @@ def _losses(run: Run, name: str) -> Section:
         Series(name=f"learner {learner}", x=x, y=y, color=learner, hidden=len(curves) > 1)
         for learner, (x, y) in sorted(curves.items())
     ]
-    chart = Chart(title=f"Loss of each learner: {name}", x_label="step", y_label="loss of its mini-batch",
-                  series=series, log_y=_positive(series),
-                  note="The median of the learners, with a band from the smallest to the largest. "
-                       "A click on a name switches its curve on and off." if len(curves) > 1 else "")  # fmt: skip
-    return Section(title=f"Steps of {name}", charts=with_values([chart]))
+    return Chart(title=f"Loss of each learner: {name}", x_label="step", y_label="loss of its mini-batch",
+                 series=series, log_y=_positive(series),
+                 note="The median of the learners, with a band from the smallest to the largest. "
+                      "A click on a name switches its curve on and off." if len(curves) > 1 else "")  # fmt: skip
 
 
 def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
@@ -187,16 +214,22 @@ def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
     return Series(name="median", x=steps, y=middle, low=[*map(min, found)], high=[*map(max, found)], color=0)
 
 
-def _topologies(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _topologies(groups: Sequence[Group[Run]]) -> Section:
+    """Each topology once, with the groups that have it."""
+    found: dict[str, tuple[list[str], dict[str, Any], str]] = {}
+    for group in groups:
+        for run in group.runs:
+            drawn, name = run.header.get("topology"), str(get(run.header["config"], "strategy.topology"))
+            num = drawn.get("num_learners") if isinstance(drawn, dict) else None
+            if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
+                names, *_ = found.setdefault(f"{name} {drawn}", ([], drawn, name))
+                names += [group.name] if group.name not in names else []
     charts = []
-    for run, name in zip(runs, names, strict=True):
-        drawn = run.header.get("topology")
-        num = drawn.get("num_learners") if isinstance(drawn, dict) else None
-        if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
-            gap = finite(drawn.get("spectral_gap"))
-            note = f"{name}: {get(run.header['config'], 'strategy.topology')}"
-            note += "" if gap is None else f", spectral gap {gap:.4g}"
-            charts.append(network(note, num, drawn["edges"]))
+    for names, drawn, name in found.values():
+        gap = finite(drawn.get("spectral_gap"))
+        title = f"{'; '.join(names)}: {name}" if len(found) > 1 else name
+        title += "" if gap is None else f", spectral gap {gap:.4g}"
+        charts.append(network(title, drawn["num_learners"], drawn["edges"]))
     return Section(title="Topologies", charts=with_values(charts))
 
 
@@ -212,21 +245,35 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
 
 
+def _each(
+    groups: Sequence[Group[Run]], rows: Callable[[Run], Sequence[dict[str, Any]]],
+    value: Callable[[dict[str, Any]], Any], x_key: str = "step",
+) -> list[Series]:  # fmt: skip
+    """A curve for each group: of several runs the mean at each step of those that reached it, with a band."""
+    return [
+        _series(group.name, number, [rows(run) for run in group.runs], value, x_key)
+        for number, group in enumerate(groups)
+    ]
+
+
 def _series(
-    name: str, number: int, rows: Sequence[dict[str, Any]], x_key: str, value: Callable[[dict[str, Any]], Any],
-    low: Sequence[Number] | None = None, high: Sequence[Number] | None = None,
-) -> Series:  # fmt: skip
-    x, y = [finite(row.get(x_key)) for row in rows], [finite(value(row)) for row in rows]
-    has_band = low is not None and high is not None and any(one is not None for one in low)
+    name: str, number: int, rows: Sequence[Sequence[dict[str, Any]]], value: Callable[[dict[str, Any]], Any], x_key: str
+) -> Series:
+    at_step: dict[int, list[tuple[Number, Number]]] = {}
+    for row in chain.from_iterable(rows):
+        at_step.setdefault(row["step"], []).append((finite(row.get(x_key)), finite(value(row))))
+    points = [at_step[step] for step in sorted(at_step)]
+    x, y = ([mean_of([pair[part] for pair in pairs]) for pairs in points] for part in (0, 1))
+    band: dict[str, Any] = {}
+    if len(rows) > 1:
+        known = [[one for _, one in pairs if one is not None] for pairs in points]
+        band = {"low": [min(ones, default=None) for ones in known], "high": [max(ones, default=None) for ones in known]}
     style = "line+points" if 0 < len(x) <= 30 else "line"
-    return Series(
-        name=name, x=x, y=y, low=low if has_band else None, high=high if has_band else None, style=style, color=number
-    )
+    return Series(name=name, x=x, y=y, style=style, color=number, **band)
 
 
 def _chart(title: str, x_label: str, y_label: str, series: Sequence[Series], log_y: bool, note: str = "") -> Chart:
     found = [one for one in series if any(value is not None for value in one.y)]
-    note = note if any(one.low is not None for one in found) else ""
     log_y = log_y and _positive(found)
     return Chart(title=title, x_label=x_label, y_label=y_label, series=found, log_y=log_y, note=note)
 

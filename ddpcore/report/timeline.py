@@ -31,9 +31,9 @@ def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
 
 
 def timeline_sections(run: Run, name: str) -> list[Section]:
-    """The section of a run; none if it has not recorded its steps."""
+    """The section of a run; none if fewer than two ranks have recorded their steps: one rank waits for nobody."""
     found = timed_steps(run)
-    if not found:
+    if len(found) < 2:
         return []
     steps = sorted(set.intersection(*(set(lines) for lines in found.values())))
     ranks = list(found)
@@ -43,7 +43,7 @@ def timeline_sections(run: Run, name: str) -> list[Section]:
     waits = _waits(found, steps)
     if waits is not None:
         tables.append(waits)
-    lines = _sentences(found, steps) if len(ranks) > 1 and steps else []
+    lines = _sentences(found, steps) if steps else []
     charts = [
         _heat(found, steps, "exposed", "Exposed averaging of each rank at each step"),
         _heat(found, steps, "compute", "Compute of each rank at each step"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ddpcore.data import Dataset
 from ddpcore.optim.registry import OPTIMIZERS
-from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.training.build import build_model
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.trainer import Trainer, by_place
@@ -60,8 +61,8 @@ def estimate(config: TrainConfig, trainer: Trainer) -> str:
     """The memory of a process in one line: activations, and weights with their gradients and states."""
     num = len(trainer.learners)
     samples = -(-config.data.batch_size // (config.strategy.learners * config.data.accumulation))
-    model = trainer.handle.model
-    in_turn = isinstance(model, LearnerModels) and not model.runs_in_vmap()
+    model: Any = trainer.handle.model
+    in_turn = trainer.stacked and not model.runs_in_vmap()
     at_once = min(num, trainer.at_once or (1 if in_turn else num))
     found = activation_bytes(config, trainer.dataset, samples)
     size = sum(parameter.nbytes for parameter in trainer.module.parameters())

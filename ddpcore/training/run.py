@@ -81,16 +81,14 @@ def train(
     if tensorboard:
         load_tensorboard()
     outputs = {"tensorboard": tensorboard, "on_record": on_record}
-    finished = _check_folder(config, out, resume, dataset)
-    if finished is not None:
+    if (finished := _check_folder(config, out, resume, dataset)) is not None:
         return finished
     with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
         trainer = build_trainer(placement, dataset)
         measured = Measurements(config.run, trainer)
-        if announce and placement.world.rank == 0:
-            print(f"ddpcore: {estimate(config, trainer)}", file=sys.stderr, flush=True)
+        _announce(estimate(config, trainer) if announce and placement.world.rank == 0 else "")
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
@@ -100,6 +98,11 @@ def train(
                 finished = _train(placement, trainer, measured, out, resume, outputs, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
+
+
+def _announce(line: str) -> None:
+    if line:
+        print(f"ddpcore: {line}", file=sys.stderr, flush=True)
 
 
 def train_rank(world: World, config: TrainConfig, out: Path, resume: bool, tensorboard: bool) -> None:

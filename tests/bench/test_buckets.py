@@ -12,7 +12,8 @@ from unittest.mock import Mock, call
 import pytest
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import buckets, comm, command
+from ddpcore.bench import buckets, comm
+from ddpcore.bench import command as of_commands
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
 from ddpcore.bench.contender import parse_sizes
 from ddpcore.display import chart
@@ -137,7 +138,7 @@ def test_missing_packages_and_memory_are_named(
     monkeypatch.setattr(chart, "find_spec", lambda name: None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
     assert "pip install 'ddpcore[report]'" in capsys.readouterr().err
-    monkeypatch.setattr(command, "free_memory", lambda device: 1e6)
+    monkeypatch.setattr(of_commands, "free_memory", lambda device: 1e6)
     assert bench.main(["buckets"]) == 2
     assert "name fewer sizes with --bucket-mb" in capsys.readouterr().err
     assert bench.main(["predict"]) == 2
@@ -152,7 +153,7 @@ def test_exit_codes(command: str, error: BaseException, code: int, monkeypatch: 
         raise error
 
     monkeypatch.setattr(launch, "run", fail)
-    for module in (command, comm):  # whatever else runs on this machine
+    for module in (of_commands, comm):  # whatever else runs on this machine
         monkeypatch.setattr(module, "free_memory", lambda device: math.inf)
     assert bench.main([command]) == code
 

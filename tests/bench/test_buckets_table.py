@@ -43,7 +43,7 @@ def test_sizes() -> None:
 def test_cells_and_the_last_line() -> None:
     lines = text_of(ROW, ROW | {"bucket_mb": None, "peak_memory_mb": None}, recommended=[ADVICE]).splitlines()
     first, second = ([cell.strip() for cell in line.strip("│").split("│")] for line in lines if "ssgd " in line[:9])
-    assert first == ["ssgd", "5 MiB", "2 up to 3", "1 up to 4", "1.00/2.00/3.00", "4.00", "1.00", "75 %", "123"]
+    assert first == ["ssgd", "5 MiB", "2 (<= 3)", "1 (<= 4)", "1.00/2.00/3.00", "4.00", "1.00", "75 %", "123"]
     assert (second[1], second[-1]) == ("one bucket", "-")
     assert lines[-1] == recommendation([ADVICE])
     assert "a note" in lines

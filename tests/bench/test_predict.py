@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ddpcore import ALL, LocalSGD, Plan
-from ddpcore.bench.isolated import Compute, Transfer, predict
 from ddpcore.bench.predict import KINDS, PredictConfig, steps_of
+from ddpcore.bench.step_model import Compute, Transfer, predict
 from helpers import ranks
 from helpers.drawn import words_drawn
 

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.bench.isolated import (
-    Compute,
-    Step,
-    Transfer,
-    available_cores,
-    error_pct,
-    predict,
-    ready_shares,
-)
+from ddpcore.bench.step_model import Compute, Step, Transfer, available_cores, error_pct, predict, ready_shares
 
 ARRIVALS = ((100, 0.25), (200, 0.5), (100, 1.0))
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=ARRIVALS)

@@ -101,17 +101,44 @@ def test_the_environment() -> None:
     assert "installed" in text_of(row(), commit=None)
 
 
-def test_a_narrow_table_leaves_the_last_columns_out_and_names_them() -> None:
-    rows = [row(strategy="local_sgd"), row(strategy="dpsgd", topology="one_peer_exponential")]
+def test_a_narrow_table_leaves_columns_out_and_names_them() -> None:
+    """First those that are the same in all rows, with their text, then the last ones."""
+    rows = [
+        row(strategy="local_sgd", loss_last=1.0, samples_per_s=2.0),
+        row(strategy="dpsgd", topology="one_peer_exponential", exposed_comm_ms=0.25, ratio_to_ddp=2.0),
+    ]
     text = text_of(*rows, width=80)
     table = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
-    assert len(table) == 3 + 5  # three lines of headings, and no other line is wrapped
     assert max(map(len, table)) <= 80
-    assert "samples/s" in text and "one_peer_exponential" in text and "…" not in text
+    assert len([line for line in table if line.startswith("│")]) == 2, "no cell is wrapped"
+    shown = " ".join(table[1:-1])
+    assert all(name in shown for name in ("samples/s", "loss", "exposed", "one_peer_exponential"))
     hidden = next(line for line in text.splitlines() if line.startswith("--wide also shows: "))
-    assert hidden.endswith("step ms p20/p50/p80, kB/step, loss first, consensus")
+    assert "kB/step (1.5 in all rows)" in hidden and "loss first (2.300 in all rows)" in hidden
     assert not any(name in line for line in table for name in ("consensus", "kB/step"))
     assert "--wide" not in text_of(*rows)
+
+
+def test_a_narrow_table_keeps_what_was_asked_for() -> None:
+    columns = {name: lambda row, name=name: row[name] for name in ("name", "first", "type", "last", "wanted")}
+    rows = [{"name": f"n{place}", "first": "x" * 30, "type": "float", "last": "y" * 20 + str(place), "wanted": "same"}
+            for place in range(2)]  # fmt: skip
+    file = io.StringIO()
+    table = table_of(columns, rows, left=("name",), asked=("wanted",))
+    print_parts(Console(file=file, width=44), table)
+    text = file.getvalue()
+    assert text.count("same") == 2 and text.count("y" * 20) == 2
+    assert f"--wide also shows: first ({'x' * 30} in all rows), type (float in all rows)" in text
+    file = io.StringIO()
+    print_parts(Console(file=file, width=20), table_of(columns, rows, left=("name",), asked=("wanted",)))
+    assert "wanted" in file.getvalue().split("--wide")[0] and "last" in file.getvalue().split("--wide")[1]
+
+
+def test_a_pipe_shows_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = {name: lambda row: "x" * 30 for name in ("one", "two", "three", "four")}
+    print_parts(None, table_of(columns, [{}], left=("one",)))
+    out = capsys.readouterr().out
+    assert out.count("x" * 30) == 4 and "--wide" not in out
 
 
 def test_what_was_seen() -> None:

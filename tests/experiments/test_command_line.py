@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from ddpcore.experiments import study
+from ddpcore.experiments.__main__ import main
+from ddpcore.experiments.study import find_study
 from ddpcore.options.keys import parse_settings
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -56,3 +58,12 @@ def test_an_optimizer_that_is_the_same_keeps_its_options(tiny: Path) -> None:
     row = study.find_study(str(tiny)).rows["a"]
     assert row.config("full", parse_settings(["optimizer=sgd"])).optimizer.options == {"momentum": 0.9}
     assert row.config("full", parse_settings(["optimizer=lars"])).optimizer.options == {}
+
+
+def test_a_pipe_gets_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe has no width, so nothing is wrapped or cut."""
+    assert main(["list", "digits-large-rate"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) > 80
+    for row in find_study("digits-large-rate").rows.values():
+        assert f"│ {row.name} " in out and row.about in out

@@ -10,7 +10,7 @@ from ddpcore.models.residual import GroupedBottleneck, ResNeXt29
 
 
 def test_groups_do_not_see_each_other() -> None:
-    block = GroupedBottleneck(4, 2, groups=3, stride=1).eval()
+    block = GroupedBottleneck(4, 8, groups=3, stride=1).eval()
     grouped = block.residual[3]
     assert grouped.groups == 3
     inputs = torch.randn(1, 6, 5, 5)
@@ -22,7 +22,7 @@ def test_groups_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize(("channels_in", "stride"), [(12, 1), (12, 2), (4, 1)])
 def test_a_block_adds_its_input(channels_in: int, stride: int) -> None:
-    block = GroupedBottleneck(channels_in, 3, groups=2, stride=stride).eval()
+    block = GroupedBottleneck(channels_in, 12, groups=2, stride=stride).eval()
     inputs = torch.randn(2, channels_in, 8, 8)
     nn.init.zeros_(block.residual[-1].weight)
     expected = inputs if channels_in == 12 and stride == 1 else block.shortcut(inputs)

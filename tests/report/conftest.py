@@ -14,7 +14,7 @@ from ddpcore.training import TrainConfig
 Make = Callable[..., Path]
 
 
-def lines_of(num_steps: int = 6, seed: int = 0, **header: Any) -> list[dict[str, Any]]:
+def lines_of(num_steps: int = 6, seed: int = 0, accuracy: float = 0.6, **header: Any) -> list[dict[str, Any]]:
     """The lines of a record: a header, an epoch and statistics for each second step, and an end."""
     config = TrainConfig.from_dict(
         {"run": {"steps": num_steps, "seed": seed}, "strategy": {"learners": 2, "name": "dpsgd", "topology": "ring"}}
@@ -36,7 +36,14 @@ def lines_of(num_steps: int = 6, seed: int = 0, **header: Any) -> list[dict[str,
             "consensus_distance": 0.1, "total_seconds": 0.5 * step, "split": "test", "loss": 2.0 / step,
             "accuracy": 0.1 * step,
         })  # fmt: skip
-    end = {"kind": "end", "step": num_steps, "diverged": False, "accuracy": 0.6, "total_seconds": 3.0, "flatness": None}
+    end = {
+        "kind": "end",
+        "step": num_steps,
+        "diverged": False,
+        "accuracy": accuracy,
+        "total_seconds": 3.0,
+        "flatness": None,
+    }
     return [*lines, end]
 
 

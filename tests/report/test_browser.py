@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpcore.report.__main__ import main
+from ddpcore.training import TrainConfig
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 for library in ("jinja2", "plotly", "matplotlib"):
@@ -33,7 +34,8 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page_file(make_run: Any, recorded_steps: Any, tmp_path: Path) -> Path:
     out = tmp_path / "report.html"
-    folders = [make_run("first", steps=recorded_steps), make_run("<b>second</b>".replace("/", "-"), seed=5)]
+    other = TrainConfig.from_dict({"run": {"steps": 6}, "model": "mlp"}).to_dict()
+    folders = [make_run("first", steps=recorded_steps), make_run("<b>second</b>".replace("/", "-"), config=other)]
     assert main([*map(str, folders), "--out", str(out)]) == 0
     return out
 
@@ -65,7 +67,8 @@ def test_a_report(browser: Any, page_file: Path) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing is wider than the screen"
     assert page.locator("figure img:visible").count() == 0, "charts stand in for the static pictures"
     assert page.locator("b").count() == 0
-    first = page.locator("table").first
+    page.locator("summary").first.click()
+    first = page.locator("table:has(th button:text-is('seed'))")
     cells = lambda: first.locator("tbody tr td:first-child").all_inner_texts()  # noqa: E731
     assert cells() == ["first", "<b>second<-b>"]
     head = first.locator("th button").first
@@ -86,6 +89,18 @@ def test_a_click_on_a_name_switches_its_curve(browser: Any, page_file: Path) -> 
     chart.locator(".legendtoggle").first.click()
     until(page, lambda: chart.evaluate(shown) == 1)  # a click waits for a second one before it acts
     assert chart.evaluate(shown) == 1
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_result_is_on_the_first_screen(browser: Any, page_file: Path, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.goto(page_file.as_uri())
+    table = page.locator("table").first
+    assert table.locator("th").nth(1).inner_text() == "accuracy"
+    for place in (0, 1):  # what differs, and the result
+        box = table.locator("tbody tr").last.locator("td").nth(place).bounding_box()
+        assert box["x"] + box["width"] <= width and box["y"] + box["height"] <= 800
     page.close()
 
 

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from ddpcore.bench.topology import TopologyConfig, measure
+from ddpcore.options.keys import parse_settings
 from ddpcore.report.__main__ import main
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import read_sources
 from ddpcore.storage.json_lines import write_json
 from ddpcore.training import TrainConfig
+from ddpcore.training.config import merged
 
 pytest.importorskip("jinja2")
 pytest.importorskip("plotly")
@@ -65,7 +67,7 @@ def test_a_run(make_run: Make, recorded_steps: Any) -> None:
     folder = make_run(steps=recorded_steps)
     page = page_of(read_sources([folder]))
     reader = Reader(page)
-    for words in ("What ran", "dpsgd", "a CPU, 2 cores", "0.2.0 (abc)", "Gradient noise scale", "Consensus distance",
+    for words in ("Result", "dpsgd", "a CPU, 2 cores", "0.2.0 (abc)", "Gradient noise scale", "Consensus distance",
                   "spectral gap 0.5", "Who waits for whom: run", "Slowest rank: 1"):  # fmt: skip
         assert words in reader.text, words
     titles = [attrs["aria-label"] for tag, attrs in reader.tags if attrs.get("class") == "chart"]
@@ -233,16 +235,103 @@ def test_missing_libraries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     )  # fmt: skip
 
 
+def result(*folders: Path, by: tuple[str, ...] = ()) -> tuple[Any, list[list[str]]]:
+    """The first section, and the first, second and last but one cell of each row of its table."""
+    (section, *_) = sections_of(read_sources(folders), by=by)
+    return section, [[row[0], row[1], row[-2]] for row in section.tables[0].rows]
+
+
+FIELDS = {"run": {"steps": 6}, "strategy": {"learners": 2, "name": "dpsgd", "topology": "ring"}}
+
+
+def config_with(*settings: str) -> dict[str, Any]:
+    return TrainConfig.from_dict(merged(FIELDS, parse_settings(settings))).to_dict()
+
+
 def test_a_batch_that_grows(make_run: Make) -> None:
     """Runs that differ in the growth alone do not look the same."""
-    config = TrainConfig.from_dict({"run": {"steps": 6}, "data": {"batch_growth": [[4, 256]]}}).to_dict()
-    (about, *_) = sections_of(read_sources([make_run("grows", config=config), make_run("stays")]))
-    place = about.tables[0].headings.index("batch_size")
-    assert [row[place] for row in about.tables[0].rows] == ["128, growth [[4, 256]]", "128"]
+    _, rows = result(make_run("grows", config=config_with("data.batch_growth=[[4,256]]")), make_run("stays"))
+    assert [row[0] for row in rows] == ["batch_growth=[[4, 256]]", "batch_growth=[]"]
+
+
+def test_an_option_of_a_part_is_what_differs(make_run: Make) -> None:
+    section, rows = result(*(
+        make_run(f"p{period}", config=config_with("strategy=local_sgd", f"strategy.period={period}"))
+        for period in (4, 16)
+    ))  # fmt: skip
+    assert [row[0] for row in rows] == ["period=4", "period=16"]
+    assert "local_sgd" in section.lines[1] and "period" not in section.lines[1]
 
 
 def test_a_strategy_without_neighbours_has_no_topology(make_run: Make) -> None:
-    (about, *_) = sections_of(read_sources([make_run("a"), make_run("b", topology=None)]))
-    table = about.tables[0]
-    place = table.headings.index("topology")
-    assert [row[place] for row in table.rows] == ["ring", "-"]
+    _, rows = result(make_run("a"), make_run("b", topology=None, config=config_with("strategy=ssgd")))
+    assert [row[0] for row in rows] == ["dpsgd, ring", "ssgd"]
+
+
+def seeds_of(make_run: Make) -> list[Path]:
+    """Three seeds of a config, and two of another one whose runs are all worse."""
+    folders = [make_run(f"a{seed}", seed=seed, accuracy=0.6 + 0.1 * seed) for seed in range(3)]
+    slow = config_with("optimizer.lr=0.01")
+    return folders + [
+        make_run(f"b{seed}", accuracy=0.5 + 0.02 * seed, config={**slow, "run": {**slow["run"], "seed": seed}})
+        for seed in range(2)
+    ]
+
+
+def test_seeds_are_one_group(make_run: Make) -> None:
+    folders = seeds_of(make_run)
+    section, rows = result(*folders)
+    assert rows == [["lr=0.1", "0.7 ± 0.1", "3"], ["lr=0.01", "0.51 ± 0.014", "2"]], "the best is first"
+    assert section.lines[0] == (
+        "lr=0.1 has the highest accuracy: 0.7 ± 0.1 (3 runs). Next is lr=0.01: 0.51 ± 0.014 (2 runs); each of its runs "
+        "is better than each of theirs."
+    )
+    assert "ring" in section.lines[1] and "lr=" not in section.lines[1]
+    each, where = section.folded
+    assert [row[0] for row in each.rows] == ["a0", "a1", "a2", "b0", "b1"]
+    assert [row[0] for row in where.rows] == ["all"], "equal machines are one row"
+    sections = {one.title: one for one in sections_of(read_sources(folders))}
+    loss = sections["Curves"].charts[0].series
+    assert [one.name for one in loss] == ["lr=0.1", "lr=0.01"] and [one.color for one in loss] == [0, 1]
+    first = loss[0]
+    assert first.x == [2, 4, 6] and first.low is not None and first.high is not None
+    assert first.y[0] == pytest.approx(0.51) and (first.low[0], first.high[0]) == pytest.approx((0.5, 0.52))
+    assert len(sections["Topologies"].charts) == 1, "one drawing of equal topologies"
+
+
+def test_groups_by_a_field(make_run: Make) -> None:
+    folders = seeds_of(make_run)
+    _, rows = result(*folders, by=("strategy",))
+    assert [row[0] for row in rows] == ["dpsgd"] and rows[0][2] == "5"
+    with pytest.raises(ValueError, match=r"--by nothing: no run has this field: those that differ are optimizer.lr"):
+        result(*folders, by=("nothing",))
+
+
+def test_figures(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(2):
+        out = ("--out", tmp_path / "r.html", "--figures", tmp_path / f"figures{number}")
+        code, text, _ = report(capsys, *(seeds_of(make_run) if not number else [tmp_path / "a0"]), *out)
+        assert code == 0 and "charts as PDF, SVG and CSV" in text
+    folder = tmp_path / "figures0"
+    lines = (folder / "training-loss-over-steps.csv").read_text().splitlines()
+    assert lines[0] == "series,x,y,low,high" and lines[1].startswith("lr=0.1,2.0,0.51,0.5,0.52")
+    assert (folder / "training-loss-over-steps.pdf").read_bytes().startswith(b"%PDF")
+    assert "<svg" in (folder / "training-loss-over-steps.svg").read_text()
+    assert {path.suffix for path in folder.iterdir()} == {".pdf", ".svg", ".csv"}
+
+
+def test_no_waits_of_one_process_and_no_rounding(make_run: Make, recorded_steps: Any) -> None:
+    folders = [make_run("alone", steps={0: recorded_steps[0]}), make_run("b", config=config_with("strategy=ssgd"))]
+    lines = [json.loads(line) for line in (folders[1] / "record.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps(line | {"consensus_distance": 1e-9}) + "\n" for line in lines)
+    (folders[1] / "record.jsonl").write_text(text)
+    sections = {one.title: one for one in sections_of(read_sources(folders))}
+    assert not [title for title in sections if title.startswith("Who waits")]
+    consensus = sections["Curves"].charts[-1]
+    assert [one.name for one in consensus.series] == ["dpsgd"] and "below 1e-05 of the largest: ssgd" in consensus.note
+
+
+def test_axes_have_no_si_prefixes(make_run: Make) -> None:
+    for figure in figures(page_of(read_sources([make_run()]))).values():
+        for axis in ("xaxis", "yaxis"):
+            assert figure["layout"][axis].get("exponentformat", "power") == "power"

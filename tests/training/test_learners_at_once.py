@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import ddpcore
 from ddpcore.data import Dataset, Split
 from ddpcore.distributed.handle import Distributed
-from ddpcore.models.cnn import SimpleCNN
+from ddpcore.models.small import SimpleCNN
 from ddpcore.training import DataConfig, ModelConfig, OptimizerConfig, RunConfig, StrategyConfig, TrainConfig, build
 from ddpcore.training.build import LearnerPlacement, build_trainer
 from ddpcore.training.memory import activation_bytes, estimate

@@ -1,0 +1,164 @@
+"""Runs whose configs differ in the seed alone are one group, and the page shows what differs between groups."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ddpcore.display.chart import Number, finite
+from ddpcore.options.keys import dotted
+from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
+from ddpcore.records.run import RunRecord
+from ddpcore.storage.limits import plain
+from ddpcore.topology.describe import MOST_DRAWN
+
+_TOPOLOGY = "strategy.topology"
+_PARTS = ("strategy", _TOPOLOGY, "model", "data", "optimizer")  # their values name themselves
+_MAIN = (*_PARTS[:2], "strategy.learners", *_PARTS[2:4], "data.batch_size", "optimizer", "optimizer.lr")
+_MORE = ("data.shards", "run.epochs", "run.steps")
+_FIELDS = {*KEYS_0_2.values()} - {_TOPOLOGY}  # of every config; the other keys are options of parts
+RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has reached, and which value is better
+
+
+AnyRun = TypeVar("AnyRun", bound=RunRecord)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group(Generic[AnyRun]):
+    """Runs that are shown as one.
+
+    Attributes:
+        name: the fields in which the groups differ, with their values.
+        runs: of this group.
+    """
+
+    name: str
+    runs: Sequence[AnyRun]
+
+    def values(self, key: str) -> list[float]:
+        """A field of the end or of the last epoch, of each run that has it."""
+        last = [{**(run.epochs[-1] if run.epochs else {}), **run.final} for run in self.runs]
+        return [value for line in last if (value := finite(line.get(key))) is not None]
+
+
+def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun]]:
+    """The groups, in the order of their first runs.
+
+    Args:
+        runs: in any order.
+        by: fields of the config that tell the groups apart; (): all that differ, but for the seed.
+
+    Raises:
+        ValueError: no run has a field of ``by``.
+    """
+    configs = [config_of(run) for run in runs]
+    keys = by or differing(configs)
+    for key in by:
+        if runs and not any(key in config for config in configs):
+            known = ", ".join(differing(configs)) or "none"
+            raise ValueError(f"--by {key}: no run has this field: those that differ are {known}")
+    found: dict[tuple[str, ...], list[int]] = {}
+    for place, config in enumerate(configs):
+        found.setdefault(tuple(_text(config.get(key)) for key in keys), []).append(place)
+    groups = []
+    for places in found.values():
+        name = _name(configs[places[0]], keys) or plain(runs[places[0]].path.parent.resolve().name)
+        groups.append(Group(name=name, runs=[runs[place] for place in places]))
+    return groups
+
+
+def config_of(run: RunRecord) -> dict[str, Any]:
+    """What a result may depend on, but for the seed: fields with dots, and no topology of a strategy without one."""
+    given = dotted(run.header["config"])
+    num = given.get("strategy.learners")  # with more than MOST_DRAWN, no topology is recorded
+    is_recorded = "topology" in run.header and isinstance(num, int) and num <= MOST_DRAWN
+    has_none = is_recorded and run.header["topology"] is None
+    left_out = ("run.seed", *BOOKKEEPING)
+    return {
+        key: value
+        for key, value in given.items()
+        if key not in left_out and not (has_none and f"{key}.".startswith(f"{_TOPOLOGY}."))
+    }
+
+
+def differing(configs: Sequence[dict[str, Any]]) -> list[str]:
+    """The fields in which configs differ, the main ones first. Another version may lack a field, but not an option."""
+    keys = dict.fromkeys([*_MAIN, *(key for config in configs for key in config)])
+    return [
+        key
+        for key in keys
+        if len({_text(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
+    ]
+
+
+def constants(configs: Sequence[dict[str, Any]]) -> str:
+    """The main fields that are equal in all configs, and the options of parts."""
+    varied, first = differing(configs), configs[0]
+    keys = dict.fromkeys([*_MAIN, *_MORE, *(key for key in first if key not in _FIELDS)])
+    return ", ".join(_word(key, first[key], keys) for key in keys if key not in varied and first.get(key) is not None)
+
+
+def _name(config: dict[str, Any], keys: Sequence[str]) -> str:
+    words = [_word(key, config[key], keys) for key in keys if config.get(key) is not None]
+    return ", ".join(words) or ", ".join(f"{key} as by default" for key in keys)
+
+
+def _word(key: str, value: Any, keys: Any) -> str:
+    short = key.rpartition(".")[2]
+    short = short if [one.rpartition(".")[2] for one in keys].count(short) == 1 else key
+    return _text(value) if key in _PARTS else f"{short}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))
+
+
+def ranked(groups: Sequence[Group[AnyRun]]) -> tuple[str, list[Group[AnyRun]]]:
+    """The name of the result that they have, and the groups, best first; those without a result are last."""
+    key = next((key for key in RESULTS if any(group.values(key) for group in groups)), "accuracy")
+    sign = -1 if RESULTS[key] is max else 1
+    return key, sorted(groups, key=lambda group: (not group.values(key), sign * (mean_of(group.values(key)) or 0.0)))
+
+
+def mean_of(values: Sequence[Number]) -> Number:
+    """The mean of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(value / len(known) for value in known) if known else None  # the sum of huge values may not be finite
+
+
+def spread_of(values: Sequence[float]) -> str:
+    """``mean ± standard deviation``."""
+    if len(values) < 2:
+        return f"{values[0]:.4g}" if values else "-"
+    return f"{mean_of(values):.4g} ± {statistics.stdev(values):.2g}"
+
+
+def sentences(groups: Sequence[Group[AnyRun]]) -> list[str]:
+    """What came out: the best group, the next one, and whether their runs overlap; runs that diverged."""
+    key, order = ranked(groups)
+    title = key.replace("train_", "training ")
+    found = [group for group in order if group.values(key)]
+    texts = [
+        f"{spread_of(values)} ({len(values)} run{'s' * (len(values) > 1)})"
+        for values in (one.values(key) for one in found)
+    ]
+    lines = []
+    if len(found) == 1:
+        lines.append(f"{found[0].name}: {title} {texts[0]}.")
+    elif found:
+        (best, other), word = (
+            [group.values(key) for group in found[:2]],
+            "highest" if RESULTS[key] is max else "lowest",
+        )
+        apart = min(best) > max(other) if RESULTS[key] is max else max(best) < min(other)
+        verdict = "each of its runs is better than each of theirs" if apart else "the runs of both overlap"
+        verdict = verdict if len(best) > 1 < len(other) else "a single run has no spread, so repeat with other seeds"
+        lines.append(
+            f"{found[0].name} has the {word} {title}: {texts[0]}. Next is {found[1].name}: {texts[1]}; {verdict}."
+        )
+    diverged = {group.name: sum(bool(run.final.get("diverged")) for run in group.runs) for group in groups}
+    lines += [f"Diverged: {num} of {len(group.runs)} runs of {group.name}."
+              for group in groups if (num := diverged[group.name])]  # fmt: skip
+    return lines
