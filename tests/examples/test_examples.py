@@ -136,16 +136,6 @@ def test_a_resumed_loop_has_the_same_weights_on_ranks(tmp_path: Path) -> None:
         assert resumed[rank].splitlines() == [f"rank {rank} continues after step 10", *whole[rank].splitlines()]
 
 
-@pytest.mark.slow
-def test_ray_goes_on_after_a_worker_has_died(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="ray[train] is 150 MB, which the set-up of the tests does not download")
-    words = [sys.executable, str(EXAMPLES / "ray_train.py"), "--dies-at", "25", "--steps", "40", "--folder", "saved"]
-    env = ranks.environment() | {"RAY_memory_monitor_refresh_ms": "0"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 40, begun at step 20, loss 0." in done.stdout
-
-
 def test_noise_scale(tmp_path: Path) -> None:
     printed = run(tmp_path, "noise_scale.py", "--steps", 120, "--every", 40)
     assert [line.split(":")[0] for line in printed.splitlines()] == ["step 40", "step 80", "step 120"]

@@ -22,7 +22,7 @@ from helpers import ranks
 
 def train(epochs: Any, strategy: Any, *, resume: Any = None, save: Any = None, clip: float = 0.5, **more: Any) -> Any:
     """Returns what a loop trained, and its losses."""
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
     set_seed(5)

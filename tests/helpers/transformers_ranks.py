@@ -58,7 +58,7 @@ def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: An
         report_to=[],
         disable_tqdm=True,
         seed=3,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if dist.is_initialized() else None,
         **options,
     )
     losses, data = Losses(), Sentences(name)
