@@ -61,6 +61,7 @@ def mesh() -> DeviceMesh:
 
 
 WRAPPED = "the model is wrapped by {}, which averages or shards too: pass the model without it"
+OVER = r"parameter 0.weight is sharded or replicated over rank [01] of another learner"
 SHARES = "{} shares memory with a trained parameter"
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ddp": (lambda: DistributedDataParallel(net()), WRAPPED.format("DistributedDataParallel")),
@@ -68,12 +69,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(DistributedDataParallel(net())),
         "module 0 is wrapped by DistributedDataParallel",
     ),
-    "replicate": (lambda: replicate(net(), device_mesh=mesh()), "is wrapped by (ReplicateModule|DDP|FSDPModule)"),
+    "replicate": (lambda: replicate(net(), device_mesh=mesh()), f"is wrapped by DDP|{OVER}"),
     "fsdp": (
         lambda: FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu")),
         WRAPPED.format("FullyShardedDataParallel"),
     ),
-    "fully_shard": (lambda: fully_shard(net(), mesh=mesh()), WRAPPED.format("FSDPModule")),
+    "fully_shard": (lambda: fully_shard(net(), mesh=mesh()), OVER),
     "jit_script": (lambda: torch.jit.script(net()), "a torch.jit model cannot call a strategy"),
     "jit_trace": (lambda: torch.jit.trace(net(), torch.zeros(1, 5)), "a torch.jit model cannot call a strategy"),
     "meta": (lambda: net().to("meta"), "parameter 0.weight is on the meta device"),
@@ -140,7 +141,7 @@ def ddp_around_the_model_later(run: Run) -> None:
     train(run, first=1)
 
 
-@idiom(worlds=RANKS, refused="was wrapped by FSDPModule after distribute|was added or replaced after distribute")
+@idiom(worlds=RANKS, refused="was added or replaced after distribute")
 def fully_shard_later(run: Run) -> None:
     start(run)
     one_step(run, 0)
