@@ -42,9 +42,9 @@ _SIOCGIFADDR = 0x8915  # the request for the address of a network interface, lin
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Options):
-    """Check this host, or under torchrun all hosts and the links between them, and say what to do."""
+    """Check this host, or under torchrun (-m ddpcore doctor) all hosts and the links between them, and say what to do."""
 
-    EXAMPLE = "torchrun --nnodes 2 --nproc-per-node 1 ... -m ddpcore doctor --parameters 100 --step-ms 300"
+    EXAMPLE = "ddpcore doctor --parameters 100 --step-ms 300"
 
     model: str | None = field(None, "estimate the costs of this model", parts=MODELS)
     parameters: float | None = field(None, "millions of parameters, instead of a model", above=0)
