@@ -42,7 +42,7 @@ _SIOCGIFADDR = 0x8915  # the request for the address of a network interface, lin
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Options):
-    """Check this host, or under torchrun (-m ddpcore doctor) all hosts and the links between them, and say what to do."""
+    """Check this host, or under torchrun all hosts and the links between them, and say what to do."""
 
     EXAMPLE = "ddpcore doctor --parameters 100 --step-ms 300"
 

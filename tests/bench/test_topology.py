@@ -83,7 +83,7 @@ REFUSED = [
     ("topology ring --seed -1", "--seed is -1"),
     ("topology ring --json nowhere/out.json", "does not exist"),
     ("topology ring --steps 3", "--steps"),
-    ("topologies", "unknown command 'topologies': choose from buckets, comm, demo, doctor, optim, predict, stats, topology"),
+    ("topologies", "unknown command 'topologies': choose from buckets, comm, demo, doctor, optim, predict"),
 ]
 
 
