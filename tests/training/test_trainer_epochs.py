@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
+from ddpcore.comm.virtual import VirtualCommunicator
 from ddpcore.data import Augmentation, Dataset, ShardedBatches, Split
+from ddpcore.distributed.handle import Distributed
 from ddpcore.training import Trainer
 
 
@@ -21,7 +21,7 @@ def test_every_epoch_is_augmented_anew(learner: int) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     dataset = Dataset("tiny", split, None, 3, (1, 6, 6))
-    handle = SimpleNamespace(model=model, deals=())
+    handle = Distributed(model, VirtualCommunicator(1))
     trainer = Trainer(handle, optimizer, dataset, batches, learners=[learner], stacked=False, module=model)
     for step in range(6):
         inputs, labels = split.batch(batches.indices(step)[learner], epoch=step // 2)
