@@ -69,6 +69,30 @@ def _why_no_cuda() -> str | None:
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
 
 
+LAUNCHED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher() -> Iterator[None]:
+    """Trainers set the variables of a launcher in their process, and later tests would start as if torchrun had."""
+    before = {name: os.environ.get(name) for name in LAUNCHED}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device of this machine; a test that takes it runs once on each."""

@@ -330,7 +330,7 @@ class _Group:
             if len(set(torch.cat(everyone).tolist())) > 1:
                 raise RuntimeError(
                     f"{_MISMATCH}, this one {operation.what}: all ranks must call the same in the same order, so run a "
-                    "pass of one rank alone under torch.no_grad(), and evaluation_model() and load_state_dict() on all"
+                    "pass of one rank alone under torch.no_grad(), and evaluation_model() on all"
                 )
 
         flight.is_waited = True

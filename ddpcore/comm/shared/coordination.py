@@ -219,7 +219,7 @@ class Coordinator:
                 self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
                     "must call the same in the same order, so run a pass of one rank alone under torch.no_grad(), and "
-                    "evaluation_model() and load_state_dict() on all"
+                    "evaluation_model() on all"
                 )
 
     def finish(self, number: int) -> None:
