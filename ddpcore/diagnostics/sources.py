@@ -261,9 +261,8 @@ class LearnerStatistics(Source):
         shards, flat = learner.flat.shards, learner.flat
         if shards is None:
             return squares_XS
-        replicas = {name: shards.replicas(one) for name, one in zip(flat.names, flat.parameters, strict=True)}
-        counts = [replicas[name] for name in self._names]
-        return shards.add_(squares_XS / torch.tensor(counts, device=squares_XS.device))
+        owners = dict(zip(flat.names, flat.parameters, strict=True))
+        return shards.whole(squares_XS, [owners[name] for name in self._names])
 
     def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
         """Squared norms float64 ``[L, S]`` of the segments of each row."""

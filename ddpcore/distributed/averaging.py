@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddpcore.comm.base import Communicator
 from ddpcore.parameters.copies import copy_of
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
 BATCH_NORM = ("average", "local", "recalibrate")
@@ -53,11 +54,18 @@ class AveragedShards(nn.Module):
         super().__init__()
         flat, self._learner, (model,) = learner.flat, learner, learner.models
         assert flat.shards is not None
+        flat.shards.reshard()  # an evaluation of the training model may have left gathered weights in it
         self._average_LP = learner.average_of(learner.weights())
-        self._averaged = {
-            name: flat.shards.gradient(parameter, view)
-            for name, parameter, view in zip(flat.names, flat.parameters, flat.views_of(self._average_LP), strict=True)
-        }
+        places = dict(zip(map(id, flat.parameters), flat.views_of(self._average_LP), strict=True))
+        self._frozen: list[tuple[Any, Tensor]] = []  # where learners differ
+        frozen = [one for one in model.parameters() if id(one) not in places and has_average(one)]
+        for parameter in _apart(frozen, learner.comm):
+            row = flat.shards.padded(parameter)
+            learner.comm.average_(row[None]).wait()
+            places[id(parameter)] = row[: local(parameter).numel()].view(local(parameter).shape)
+            self._frozen.append((parameter, places[id(parameter)]))
+        named = model.named_parameters(remove_duplicate=False)  # tied parameters have two names
+        self._averaged = {name: flat.shards.gradient(one, places[id(one)]) for name, one in named if id(one) in places}
         self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if batch_norm != "local":
             average_buffers(list(self._held.values()), learner.models, learner.comm)
@@ -77,15 +85,20 @@ class AveragedShards(nn.Module):
         assert learner.flat.shards is not None
         modes = [(module, module.training) for module in model.modules()]
         own = [(buffer, buffer.data) for buffer in model.buffers()]
+        frozen = [(parameter, local(parameter)) for parameter, _ in self._frozen]
         learner.flat.shards.reshard()
         try:
             model.train(self.training)
             for (buffer, _), held in zip(own, self._held.values(), strict=True):
                 buffer.data = held
+            for parameter, average in self._frozen:
+                learner.flat.shards.move(parameter, average)
             with learner.flat.at(self._average_LP):
                 return model(*args, **kwargs)
         finally:
             learner.flat.shards.reshard()
+            for parameter, part in frozen:
+                learner.flat.shards.move(parameter, part)
             for buffer, data in own:
                 buffer.data = data
             for module, mode in modes:
@@ -97,6 +110,15 @@ class AveragedShards(nn.Module):
         return {
             name: self._averaged.get(name, self._held.get(name, value)) for name, value in model.state_dict().items()
         }
+
+
+def _apart(parameters: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+    """Those of one learner's parameters that are not equal on all learners. Collective."""
+    if not parameters:
+        return []
+    everyone = comm.gather(torch.stack([_sum_of_bits(local(one)) for one in parameters])[None])
+    is_apart = (everyone != everyone[0]).any(dim=0).tolist()
+    return [one for one, apart in zip(parameters, is_apart, strict=True) if apart]
 
 
 def _average_frozen(result: nn.Module, learner: Learner) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -84,17 +86,28 @@ class Shards:
         """The groups of ranks along each dimension of the mesh."""
         return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
 
+    def whole(self, squares_XS: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """Squared norms of whole parameters, from those of the shards of each rank. Collective over these ranks."""
+        counts = [self.replicas(parameter) for parameter in parameters]
+        return self.add_(squares_XS / torch.tensor(counts, device=squares_XS.device))
+
     def add_(self, sums: Tensor) -> Tensor:
         """Add sums over all ranks of the learner, in place. Collective over these ranks."""
         for group in self.groups:
             dist.all_reduce(sums, group=group)
         return sums
 
-    def leave(self, parameter: Any) -> None:
-        """Give a parameter memory of its own."""
+    def padded(self, parameter: Tensor) -> Tensor:
+        """A copy of a shard as a row, with its padding."""
         part = local(parameter).detach()
-        own = part.new_zeros(self.room(parameter))[: part.numel()].view(part.shape)
-        self.move(parameter, own.copy_(part))
+        row = part.new_zeros(self.room(parameter))
+        row[: part.numel()] = part.reshape(-1)
+        return row
+
+    def leave(self, parameter: Tensor) -> None:
+        """Give a parameter memory of its own."""
+        part = local(parameter)
+        self.move(parameter, self.padded(parameter)[: part.numel()].view(part.shape))
 
 
 def fsdp_parameters(module: Any) -> list[Any]:

@@ -210,8 +210,5 @@ class Learner:
 
     def whole(self, sums_LS: Tensor) -> Tensor:
         """The sum ``[L]`` over segments, and over the shards of a sharded learner. Collective over its ranks."""
-        shards, flat = self.flat.shards, self.flat
-        if shards is None:
-            return sums_LS.sum(dim=1)
-        replicas = [shards.replicas(parameter) for parameter in flat.parameters]
-        return shards.add_((sums_LS / torch.tensor(replicas, device=sums_LS.device)).sum(dim=1))
+        shards = self.flat.shards
+        return (sums_LS if shards is None else shards.whole(sums_LS, self.flat.parameters)).sum(dim=1)

@@ -63,6 +63,13 @@ def test_the_average_is_sharded_and_loads_into_a_whole_model(quick):
         assert of_rank["saved"]["training"], "an evaluation has changed the mode of the training model"
 
 
+def test_the_average_has_tied_and_frozen_parameters(quick):
+    for of_rank in quick:
+        assert of_rank["average"]["state"] <= TOLERANCE
+        assert of_rank["average"]["outputs"] <= TOLERANCE
+        assert of_rank["average"]["kept"], "an evaluation has changed the training model"
+
+
 def test_a_learner_raises_or_skips_as_a_whole(quick):
     raised = [of_rank["nonfinite"]["raise", "local_sgd"] for of_rank in quick]
     assert ["error" in one for one in raised] == [False, False, True, True]

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 import ddpcore
 from ddpcore import Connection, Policies
@@ -29,6 +27,7 @@ from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from helpers import oracle
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
+from helpers.sharded_models import FEATURES, net, sharded
 
 STEPS, BATCH = 6, 4
 TOPOLOGY = ddpcore.Ring()
@@ -41,47 +40,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
 WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
-
-
-class Block(nn.Module):
-    """Odd sizes: rows of 7 and 3 are divided unevenly, and one rank of two has none of a vector of one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.outer(torch.tanh(self.inner(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, *, tied: bool = False, checkpointed: bool = False, norm: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.BatchNorm1d(5) if norm else nn.LayerNorm(5)
-        self.head = nn.Linear(5, 3)
-        self.checkpointed, self.tied = checkpointed, tied
-        if tied:
-            self.other = nn.Linear(5, 3, bias=False)
-            self.other.weight = self.head.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        x = self.norm(x)
-        return self.head(x) + self.other(x) if self.tied else self.head(x)
-
-
-def net(**options: Any) -> Net:
-    torch.manual_seed(0)
-    return Net(**options)
-
-
-def sharded(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def samples(learners: int, shards: int) -> tuple[Tensor, Tensor]:
@@ -169,46 +127,6 @@ def bits_of_plain_ranks(place: Place, strategy: str, optimizer: str) -> bool:
 
 
 # ---- what FSDP2 can do, beside averages by hand ----
-
-
-def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-def compiled(model: Net, mesh: DeviceMesh) -> Net:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="eager")
-    return sharded(model, mesh)
-
-
-def hybrid(model: Net) -> Net:
-    """HSDP inside a learner: its two ranks are replicas of one shard."""
-    names = ("learners", "replicate", "shard")
-    return sharded(model, DeviceMesh("cpu", torch.arange(4).view(2, 2, 1), mesh_dim_names=names)["replicate", "shard"])
-
-
-def frozen(model: Net, mesh: DeviceMesh) -> Net:
-    model.blocks[0].requires_grad_(False)
-    return sharded(model, mesh)
-
-
-FEATURES: dict[str, Callable[[DeviceMesh], nn.Module]] = {
-    "plain": lambda mesh: sharded(net(), mesh),
-    "kept": lambda mesh: sharded(net(), mesh, reshard_after_forward=False),
-    "bf16": lambda mesh: sharded(
-        net(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    ),
-    "tied": lambda mesh: sharded(net(tied=True), mesh),
-    "checkpointed": lambda mesh: sharded(net(checkpointed=True), mesh),
-    "compiled": lambda mesh: compiled(net(), mesh),
-    "frozen": lambda mesh: frozen(net(), mesh),
-    "hsdp": lambda mesh: hybrid(net()),
-    "replicate": lambda mesh: replicate(net(), mesh=mesh),
-    "tensor_parallel": lambda mesh: tensor_parallel(mesh),
-    "batch_norm": lambda mesh: sharded(net(norm=True), mesh),
-}
 
 
 def beside_averages_by_hand(place: Place, feature: str, strategy: str) -> bool:
@@ -329,6 +247,32 @@ def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
         outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
     return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
+
+
+def average_of_ties_and_teachers(place: Place) -> dict[str, Any]:
+    """The average after the training model was evaluated, with tied weights and a frozen block that differs."""
+    model = net(tied=True)
+    model.blocks[0].requires_grad_(False)
+    model = sharded(model, place.mesh["shard"])
+    optimizer = FusedSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), mesh=place.mesh["learners"])
+    place.train(handle, range(2))
+    with torch.no_grad():
+        for parameter in model.blocks[0].parameters():
+            parameter.to_local().add_(place.learner)
+        model(place.x[0, 0])  # leaves the gathered weights of the root
+    averaged = handle.evaluation_model().eval()
+    state = {name: whole(value) for name, value in averaged.state_dict().items()}
+    own = weights(model)
+    mean = {name: value.clone() for name, value in own.items()}
+    for value in mean.values():
+        dist.all_reduce(value, group=place.mesh.get_group("learners"))
+        value.div_(place.num)
+    other = net(tied=True).eval()
+    other.load_state_dict(mean)
+    with torch.no_grad():
+        apart = float((averaged(place.x[0, 0]) - other(place.x[0, 0])).abs().max())
+    return {"state": distance(state, mean), "outputs": apart, "kept": distance(weights(model), own) == 0}
 
 
 def momentum_average(place: Place) -> float:
@@ -460,6 +404,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "resumed": {"dpsgd": resumed(two, "dpsgd", folder)},
         "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
+        "average": average_of_ties_and_teachers(two),
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
         "refused": refused(two),
     }
