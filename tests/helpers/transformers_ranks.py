@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def main() -> None:
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    torch.save(check(path.parent), path)
+    torch.save(check(Path(sys.argv[4])), path)
 
 
 if __name__ == "__main__":

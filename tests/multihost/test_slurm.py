@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddpcore.experiments import hosts
-from ddpcore.training import RunRecord, TrainConfig, train
+from ddpcore.training import TrainConfig, train
 from helpers import ranks, slurm_host
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,8 @@ def test_a_requeued_job_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -
     work.mkdir()
     slurm_host.write_config(folder, 2)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
-    environment = ranks.environment() | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = ranks.environment() | {"PATH": path}
+    del environment["GLOO_SOCKET_IFNAME"]  # loopback, which two hosts do not share
     with hosts.networks(2) as keepers, ExitStack() as stack:
 
         def on(host: int, *words: str) -> list[str]:
@@ -64,9 +65,10 @@ def test_a_requeued_job_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 
-        for host, *words in ((0, "slurmctld", "-D"), (0, "slurmd", "-D", "-N", "node0"), (1, "slurmd", "-D", "-N", "node1")):
-            log = stack.enter_context((folder / f"{words[-1]}.out").open("w"))
-            daemon = subprocess.Popen(on(host, *words), env=environment, stdout=log, stderr=log)
+        daemons = ("slurmd", "-D", "-N", "node0"), ("slurmd", "-D", "-N", "node1"), ("slurmctld", "-D")
+        for host, words in zip((0, 1, 0), daemons, strict=True):
+            out = stack.enter_context((folder / f"{words[-1]}.out").open("w"))
+            daemon = subprocess.Popen(on(host, *words), env=environment, stdout=out, stderr=out)
             stack.callback(daemon.wait)
             stack.callback(daemon.terminate)
         await_that(lambda: "Running as primary" in text(folder / "ctld.log"), "the controller starts")
@@ -87,6 +89,6 @@ def test_a_requeued_job_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -
         await_that(lambda: job not in ask("squeue", "--noheader", "-o", "%i"), "the job leaves the queue")
     kinds = [json.loads(line)["kind"] for line in record.read_text().splitlines()]
     assert kinds.count("resume") == 1 and kinds.count("epoch") == 60, said()
-    assert RunRecord.read(work / "first").final["step"] > 0
     train(TrainConfig.from_dict(FIELDS), out=tmp_path / "whole")
-    assert (work / "first" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    resumed, whole = [(folder / "model.safetensors").read_bytes() for folder in (work / "first", tmp_path / "whole")]
+    assert resumed == whole
