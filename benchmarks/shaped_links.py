@@ -34,7 +34,7 @@ from ddpcore.runtime.machine import machine
 
 NUM_RANKS = 4
 PARAMETERS, STEP_MS = 30_846_720, 25.3  # of diloco-measured, four L40S
-BURST_SECONDS = 0.002  # what tbf lets pass at once
+BURST_SECONDS, QUEUE_SECONDS = 0.002, 0.05  # of the rate: what tbf lets pass at once, and what may wait
 PROBE_SECONDS = 2.0  # of the test of the shaped bandwidth
 
 
@@ -63,8 +63,9 @@ def utilisation(name: str, period: int, step_seconds: float, num_bytes: float, l
 
 def shape(device: str, bits_per_second: float) -> None:
     """Limit what leaves a device."""
-    burst = max(65_536, round(bits_per_second / 8 * BURST_SECONDS))
-    words = ["tbf", "rate", f"{round(bits_per_second)}bit", "burst", f"{burst}b", "latency", "100ms"]
+    burst = max(8192, round(bits_per_second / 8 * BURST_SECONDS))
+    queue = burst + max(65_536, round(bits_per_second / 8 * QUEUE_SECONDS))
+    words = ["tbf", "rate", f"{round(bits_per_second)}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
     subprocess.run(["tc", "qdisc", "replace", "dev", device, "root", *words], check=True)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, Trainer
 
 import ddpcore
@@ -84,6 +86,27 @@ def refused(call: Any) -> str:
     return "nothing"
 
 
+def sharded(folder: Path, kind: DistributedType) -> None:
+    """A trainer whose Accelerate is configured for a library that shards."""
+
+    class Sharded(GossipTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.distributed_type = kind
+
+    before = PartialState().distributed_type
+    try:
+        Sharded(MODELS["bert"](), transformers.TrainingArguments(str(folder), use_cpu=True), strategy=ddpcore.DPSGD())
+    finally:
+        AcceleratorState().distributed_type = before
+
+
+def wrapped(folder: Path) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
+    GossipTrainer(model, arguments, strategy=ddpcore.DPSGD(), train_dataset=Sentences("bert")).train()
+
+
 def check(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
@@ -121,6 +144,9 @@ def check(folder: Path) -> dict[str, Any]:
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),
+        "wrapped": refused(lambda: wrapped(folder / "x")),
+        "fsdp": refused(lambda: sharded(folder / "x", DistributedType.FSDP)),
+        "deepspeed": refused(lambda: sharded(folder / "x", DistributedType.DEEPSPEED)),
     }
     return found
 

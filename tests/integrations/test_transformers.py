@@ -66,6 +66,9 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
         "another": "use the same strategy",
         "again": "already serves a distribute() call",
+        "wrapped": "wrapped by DistributedDataParallel",
+        "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
+        "deepspeed": "Accelerate runs DEEPSPEED, which averages or shards by itself",
     }
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
