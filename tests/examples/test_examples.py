@@ -190,7 +190,8 @@ def process(folder: Path, script: str, *words: object, needs: str) -> str:
     if importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed: see the first lines of examples/{script}")
     command = [sys.executable, str(EXAMPLES / script), *map(str, words)]
-    env = ranks.environment() | {"RAY_raylet_start_wait_time_s": "300", "RAY_DEDUP_LOGS": "0"}
+    patient = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
+    env = ranks.environment() | patient | {"RAY_DEDUP_LOGS": "0"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -40,10 +40,13 @@ class Sentences(torch.utils.data.Dataset):
 
 
 class Losses(transformers.TrainerCallback):
-    """The loss of each step, as the trainer logs it: the mean over ranks."""
+    """The loss of each step, as the trainer logs it: the mean over ranks. And the weights before the first step."""
 
     def __init__(self) -> None:
         self.rows: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.begin = flat(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if "loss" in logs:
@@ -71,6 +74,7 @@ def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: An
     else:
         trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.begin = losses.begin
     return trainer, losses.rows
 
 
