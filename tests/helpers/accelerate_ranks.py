@@ -110,6 +110,11 @@ def check(folder: Path) -> dict[str, Any]:
             "file": (half, flat(model)),
             "distance": handle.consensus_distance(),
         }
+    train(range(1), None, save=folder / "ddp")
+    found["moves"] = [
+        train(range(1, 3), ddpcore.DPSGD(), resume=folder / "ddp", save=folder / "begun")[2],
+        train(range(3, 4), None, resume=folder / "begun")[2],
+    ]
     found["refused"] = {
         "prepared": refused(prepared_before),
         "wrapped": refused(wrapped_before),

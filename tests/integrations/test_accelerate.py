@@ -42,6 +42,13 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], precision: 
     assert not torch.equal(both[0][precision]["weights"][0], both[1][precision]["weights"][0])
 
 
+def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        gossip, back = found["moves"]
+        assert len(gossip) == 12 and len(back) == 6
+        assert max(gossip[0], back[0]) < 0.95 * found["ssgd"]["losses"][0][0]  # the loss of a new model
+
+
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "prepared": "accelerator.prepare() has the model already",
