@@ -53,14 +53,15 @@ SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much; what they say follows the tests.
+# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much. What failed stands last.
 check: lint $(INSTALLED)
 	@tools/system_packages
 	@mkdir -p build; $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
-	  $(MAKE) --no-print-directory test SELECT=; tests=$$?; \
-	  wait $$others; others=$$?; cat build/check.txt; \
-	  [ $$tests = 0 ] || echo "the tests failed: see above, before mypy"; \
+	  $(MAKE) --no-print-directory test SELECT= 2>&1 | tee build/tests.txt; tests=$${PIPESTATUS[0]}; \
+	  wait $$others; others=$$?; grep -v 'Skipped' build/check.txt; \
+	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/check.txt)"; \
 	  [ $$others = 0 ] || echo "mypy or the C++ tests failed: see above"; \
+	  [ $$tests = 0 ] || { echo "the tests failed:"; grep -E '^(FAILED|ERROR) ' build/tests.txt; tail -1 build/tests.txt; }; \
 	  [ $$tests = 0 ] && [ $$others = 0 ]
 
 lint: $(TOOLED)
