@@ -61,7 +61,7 @@ check: lint $(INSTALLED)
 	  wait $$others; others=$$?; grep -v 'Skipped' build/check.txt; \
 	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/check.txt)"; \
 	  [ $$others = 0 ] || echo "mypy or the C++ tests failed: see above"; \
-	  [ $$tests = 0 ] || { echo "the tests failed:"; grep -E '^(FAILED|ERROR) ' build/tests.txt; tail -1 build/tests.txt; }; \
+	  [ $$tests = 0 ] || { echo "the tests failed:"; grep -E '^(FAILED|ERROR) ' build/tests.txt | cut -c1-200 | tail -20; tail -1 build/tests.txt; }; \
 	  [ $$tests = 0 ] && [ $$others = 0 ]
 
 lint: $(TOOLED)

@@ -30,7 +30,7 @@ def torchrun(folder: Path, script: str, *words: object) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(EXAMPLES / script), *map(str, words)]
     done = subprocess.run(
-        command, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
