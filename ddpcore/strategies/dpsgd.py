@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
+from ddpcore.options.milestones import Setting
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
 from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
@@ -61,14 +63,19 @@ class AdaptiveConsensus:
         return min(1.0, (1 - self.least) * float(ratio**self.power) + self.least)
 
 
-def consensus_of(wanted: AdaptiveConsensus | Mapping[str, Any] | None) -> AdaptiveConsensus | None:
-    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``.
+Consensus = AdaptiveConsensus | Mapping[str, Any] | Callable[[int], float] | Sequence[tuple[int, float]] | None
+
+
+def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule.
 
     Raises:
         ValueError: it has no such setting, or a value is wrong.
     """
     if wanted is None or isinstance(wanted, AdaptiveConsensus):
         return wanted
+    if callable(wanted) or isinstance(wanted, list | tuple):
+        return Setting("dpsgd: consensus", wanted, above=0, most=1)
     if not isinstance(wanted, Mapping):
         raise ValueError(f"dpsgd: consensus is {wanted!r}: it must be a mapping, settings of an AdaptiveConsensus")
     check_keys("dpsgd: consensus", wanted, (item.name for item in fields(AdaptiveConsensus)))
@@ -143,7 +150,8 @@ class DPSGD(Strategy):
         staleness: 0, or 1 for ``average_while_computing``.
         compression: None, or a codec of :mod:`ddpcore.strategies.compression`, also by name, or as a mapping of its
             name and settings.
-        consensus: None, or an :class:`AdaptiveConsensus`, also as a mapping of its settings. It needs staleness 0.
+        consensus: None, or an :class:`AdaptiveConsensus`, also as a mapping of its settings; or a schedule of
+            c_t, above 0: a function from the step, or :class:`~ddpcore.Milestones`. It needs staleness 0.
 
     Raises:
         ValueError: an unknown value, or a combination of options that is not supported.
@@ -159,9 +167,9 @@ class DPSGD(Strategy):
         order: str = ORDERS[0],
         staleness: int = 0,
         compression: CodecLike = None,
-        consensus: AdaptiveConsensus | Mapping[str, Any] | None = None,
+        consensus: Consensus = None,
     ) -> None:
-        compression, consensus = codec_of(compression), consensus_of(consensus)
+        compression, share = codec_of(compression), consensus_of(consensus)
         check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
             raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
@@ -169,13 +177,14 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours in each step")
         if staleness and compression is not None and compression.differences:
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
-        if staleness and consensus is not None:
+        if staleness and share is not None:
             raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
         self.topology = topology_of(self.name, topology, RandomPair)
         self.order = order
         self.staleness = staleness
         self.compression = compression
-        self.consensus = consensus
+        self.consensus = share.value if isinstance(share, Setting) else share
+        self._share = share
         self._reference_lr: float | None = None  # of the consensus
         self._published = None if compression is None else Published(compression)
         self._under_way: list[_Pending] = []  # oldest first
@@ -186,7 +195,7 @@ class DPSGD(Strategy):
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
         if self.consensus is not None:
-            options += f", consensus={self.consensus}"
+            options += f", consensus={describe(self.consensus)}"
         return f"DPSGD({self.topology!r}, {options})"
 
     @property
@@ -217,6 +226,12 @@ class DPSGD(Strategy):
             )
         if self.staleness:
             check_stale(self.topology, num_learners)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        if isinstance(self._share, Setting):
+            self._share.check_run(num_steps)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -279,17 +294,19 @@ class DPSGD(Strategy):
 
     def _mixing(self, learner: Learner, step: int) -> Topology:
         """The topology, or the part of it that counts at the learning rate of the step."""
-        if self.consensus is None:
+        if self._share is None:
             return self.topology
+        if isinstance(self._share, Setting):
+            return Damped(self.topology, self._share.at(step))
         lr = float(learner.optimizer.param_groups[0]["lr"])
-        if self._reference_lr is None and step >= self.consensus.start:
+        if self._reference_lr is None and step >= self._share.start:
             if lr <= 0:
                 raise ValueError(
                     f"dpsgd: consensus compares with the learning rate of step {step}, which is {lr}: let consensus "
                     "start where the schedule is above 0"
                 )
             self._reference_lr = lr
-        share = 1.0 if self._reference_lr is None else self.consensus.share(lr / self._reference_lr)
+        share = 1.0 if self._reference_lr is None else self._share.share(lr / self._reference_lr)
         return self.topology if share == 1 else Damped(self.topology, share)
 
     def _neighbors(self, learner: Learner) -> set[int]:

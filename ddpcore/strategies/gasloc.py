@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.options.milestones import Rounds, Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.wrapped import Slowed
+from ddpcore.topology.wrapped import slowed
 
 
 class GASLoC(Strategy):
@@ -41,7 +42,7 @@ class GASLoC(Strategy):
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
-        period: H.
+        period: H, or a schedule of it: see :class:`~ddpcore.LocalSGD`.
         outer_lr: b.
         outer_momentum: gamma, 0 <= gamma < 1. The paper's is not known.
 
@@ -60,16 +61,16 @@ class GASLoC(Strategy):
         self,
         topology: Topology | None = None,
         *,
-        period: int = 8,
+        period: Varying = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
     ) -> None:
-        check_range("gasloc: period", period, least=1)
         check_range("gasloc: outer_lr", outer_lr, above=0)
         check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
         self.topology = topology_of(self.name, topology, RandomPair)
-        self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
-        self._rounds = Slowed(self.topology, period)  # one round of the topology a period
+        self._rounds = Rounds(self.name, period)
+        self.period, self.outer_lr, self.outer_momentum = self._rounds.period.value, outer_lr, outer_momentum
+        self._topology = slowed(self.topology, self._rounds.number)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
 
@@ -79,6 +80,11 @@ class GASLoC(Strategy):
         self.topology.validate(num_learners)
         if self.differences_grow(num_learners):
             warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        self._rounds.period.check_run(num_steps)
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
@@ -96,7 +102,7 @@ class GASLoC(Strategy):
     @override
     def after_step(self, learner: Learner) -> None:
         """At the end of a round: take the outer step, and begin the next round there."""
-        if learner.step % self.period:
+        if not self._rounds.ends(learner.step):
             return
         assert self._start_LP is not None
         assert self._before_LP is not None
@@ -105,13 +111,13 @@ class GASLoC(Strategy):
         learner.check_sent()
         change_LP = weights_LP - self._before_LP
         self._before_LP.copy_(weights_LP)
-        learner.comm.mix_(weights_LP, self._rounds, learner.step - 1)
+        learner.comm.mix_(weights_LP, self._topology, learner.step - 1)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
 
     @override
     def plan(self, step: int) -> Plan:
-        return Plan(weights=(step + 1) % self.period == 0)
+        return Plan(weights=self._rounds.ends(step + 1))
 
     @override
     def state_dict(self) -> dict[str, Any]:

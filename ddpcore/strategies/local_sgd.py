@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
+from ddpcore.options.milestones import Rounds, Setting, Varying
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable, check_topology
@@ -22,7 +23,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
-from ddpcore.topology.wrapped import Slowed
+from ddpcore.topology.wrapped import slowed
 
 
 @dataclass
@@ -64,7 +65,9 @@ class LocalSGD(SSGD):
       (:class:`~ddpcore.NoLoCo`).
 
     Args:
-        period: H, local steps between two averages; 1 averages after every step.
+        period: H, local steps between two averages; 1 averages after every step. A schedule, a function from the step
+            or :class:`~ddpcore.Milestones`, gives the length of the round that begins there: ``[[0, 64], [640, 1]]``
+            averages ten times in 640 steps, and then in every step. Without fragments and ``warmup_steps``.
         warmup_steps: while t is below it, the period grows from 1 to H by doubling (Lin et al. 2020, "local step
             warm-up").
         switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
@@ -80,7 +83,8 @@ class LocalSGD(SSGD):
         overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
             before these steps, so it travels meanwhile. Changes of these steps, also your own, are kept in the share
             ``alpha`` only.
-        alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
+        alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``. It may
+            be a schedule, too.
         compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``. All
             learners send them to all: a message of n - 1 times its size each, where an average in fp32 sends twice the
             weights at most. It needs ``outer``. With ``group`` a learner sends to one learner of each other group.
@@ -98,7 +102,7 @@ class LocalSGD(SSGD):
 
     def __init__(
         self,
-        period: int = 8,
+        period: Varying = 8,
         *,
         warmup_steps: int = 0,
         switch_step: int = 0,
@@ -106,18 +110,19 @@ class LocalSGD(SSGD):
         topology: Topology | None = None,
         fragments: Fragments = 1,
         overlap: int = 0,
-        alpha: float = 0.0,
+        alpha: Varying = 0.0,
         compression: CodecLike = None,
         error_decay: float = 1.0,
         group: int = 1,
     ) -> None:
         super().__init__()
         outer, compression = outer_of(self.name, outer), codec_of(compression)
-        check_range(f"{self.name}: period", period, least=1)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
-        check_range("local_sgd: overlap", overlap, least=0, below=period)
-        check_range("local_sgd: alpha", alpha, least=0, most=1)
+        self._rounds = Rounds(self.name, period, switch_step, 1 if isinstance(period, int) else overlap + 1)
+        changes = self._rounds.period.changes
+        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
+        self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
         group = typed("local_sgd: group", group, int)
         check_range("local_sgd: group", group, least=1)
@@ -131,11 +136,13 @@ class LocalSGD(SSGD):
             raise ValueError(
                 f"local_sgd: group is {group} and neighbours average by topology: leave group or topology out"
             )
-        self._num_fragments = check_fragments(fragments, period)
-        for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
+        self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.period.value)
+        for option, used in (
+            ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)
+        ):  # fmt: skip
             if warmup_steps and used:
                 raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
-        self.period = period
+        self.period = self._rounds.period.value
         self.warmup_steps = warmup_steps
         self.switch_step = switch_step
         self.outer = outer
@@ -145,11 +152,11 @@ class LocalSGD(SSGD):
         self.topology = topology
         self.fragments = fragments
         self.overlap = overlap
-        self.alpha = alpha
+        self.alpha = self._alpha.value
         self.compression = compression
         self.error_decay = error_decay
         self.group = group
-        self._rounds = None if topology is None else Slowed(topology, period)  # one round of the topology a period
+        self._topology = None if topology is None else slowed(topology, self._rounds.number)  # one round of it a period
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -161,12 +168,12 @@ class LocalSGD(SSGD):
         if self.topology is not None:
             options += f", topology={self.topology!r}"
         if self.overlap or self.alpha:
-            options += f", overlap={self.overlap}, alpha={self.alpha}"
+            options += f", overlap={self.overlap}, alpha={describe(self.alpha)}"
         if self.compression is not None:
             options += f", compression={self.compression}, error_decay={self.error_decay}"
         if self.group > 1:
             options += f", group={self.group}"
-        return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
+        return f"LocalSGD(period={describe(self.period)}, {options}, outer={'yes' if self.outer else None})"
 
     @property
     @override
@@ -202,6 +209,12 @@ class LocalSGD(SSGD):
         if self.topology is not None:
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        self._rounds.period.check_run(num_steps)
+        self._alpha.check_run(num_steps)
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
@@ -254,11 +267,11 @@ class LocalSGD(SSGD):
             transfer = learner.comm.exchange(message, Across(self.group), learner.step - 1)
             return _Average(message, transfer, decode, self.group)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
-        if self._rounds is None:
+        if self._topology is None:
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
         if self.overlap:
-            return _Average(rows_LX, learner.comm.exchange(rows_LX, self._rounds, learner.step - 1))
-        learner.comm.mix_(rows_LX, self._rounds, learner.step - 1)
+            return _Average(rows_LX, learner.comm.exchange(rows_LX, self._topology, learner.step - 1))
+        learner.comm.mix_(rows_LX, self._topology, learner.step - 1)
         return _Average(rows_LX, None)
 
     def _use(self, learner: Learner, index: int, average: _Average) -> None:
@@ -272,7 +285,7 @@ class LocalSGD(SSGD):
             result_AX = self._anchor.step(result_AX if is_change else anchor_AX - result_AX[: len(anchor_AX)], index)
         elif self._copies[index] is None:
             return  # the average is in place
-        weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self.alpha)
+        weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self._alpha.at(learner.step - 1))
 
     def _due(self, step: int) -> list[int]:
         """The parts whose average is used in the step after which ``learner.step`` is ``step``."""
@@ -280,8 +293,8 @@ class LocalSGD(SSGD):
 
     def _is_due(self, step: int, fragment: int) -> bool:
         local = step - self.switch_step
-        if local <= 0:
-            return False
+        if local <= 0 or (fragment == 0 and not self.warmup_steps):
+            return self._rounds.ends(step)
         if local <= self.warmup_steps:  # 1, 2, 4, ... up to H, in equal shares of the warm-up
             doublings = (self.period - 1).bit_length()
             period = min(self.period, 2 ** ((local - 1) * doublings // self.warmup_steps))

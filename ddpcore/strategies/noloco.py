@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
+from ddpcore.options.milestones import Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import warn_of_growth
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -36,7 +38,7 @@ class NoLoCo(LocalSGD):
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
-        period: H.
+        period: H, or a schedule of it: see :class:`~ddpcore.LocalSGD`.
         outer_lr: b.
         outer_momentum: mu, 0 <= mu < 1.
 
@@ -47,7 +49,12 @@ class NoLoCo(LocalSGD):
     name: ClassVar[str] = "noloco"
 
     def __init__(
-        self, topology: Topology | None = None, *, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5
+        self,
+        topology: Topology | None = None,
+        *,
+        period: Varying = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
     ) -> None:
         check_range("noloco: outer_lr", outer_lr, above=0)
         check_range("noloco: outer_momentum", outer_momentum, least=0, below=1)
@@ -70,5 +77,5 @@ class NoLoCo(LocalSGD):
         return b * (1 - 2 * e + s) * (1 + mu) > 2 * (1 - e) * (1 - mu**2) + 2 * mu * b * (1 - e) ** 2
 
     def __repr__(self) -> str:
-        options = f"period={self.period}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
+        options = f"period={describe(self.period)}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
         return f"NoLoCo({self.topology!r}, {options})"
