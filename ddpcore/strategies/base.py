@@ -205,6 +205,9 @@ class Strategy:
         """Load the result of :meth:`state_dict`, between two steps."""
 
 
+NO_DEATHS_IN_GROUPS = "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+
+
 def check_transport(strategy: Strategy, transport: str) -> None:
     """Raise ValueError if the strategy does not run over ``Communicator.transport`` of several learners."""
     allowed = strategy.traits.transports

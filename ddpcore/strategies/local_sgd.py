@@ -13,14 +13,15 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
+from ddpcore.comm.columns import exchange_columns
 from ddpcore.options.milestones import Rounds, Setting, Varying
-from ddpcore.options.typed import check_range, typed
+from ddpcore.options.typed import check_range
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
-from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
 from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
 from ddpcore.topology.wrapped import slowed
@@ -48,7 +49,7 @@ class _Average:
         self.transfer = None
 
 
-class LocalSGD(SSGD):
+class LocalSGD(GradientAverages):
     r"""Local SGD (Stich 2019): learners step alone and average their weights every H steps.
 
     ``w_j(t+1) = v_j(t+1)`` or, where H divides t+1, ``1/n sum_k v_k(t+1)``, with ``v_j(t+1) = w_j(t) - a g_j(w_j(t))``.
@@ -62,7 +63,8 @@ class LocalSGD(SSGD):
     - With ``group``, k consecutive learners are one learner with k times the batch: ``g_j(w_j)`` is the mean of the
       gradients of j's group, whose learners hold the same weights.
     - With ``topology`` each learner steps an anchor of its own towards the average with its neighbours
-      (:class:`~ddpcore.NoLoCo`).
+      (:class:`~ddpcore.NoLoCo`). With ``group`` besides, W has a row for each group: a learner sends 1/k of its weights
+      to its place in each neighbouring group, and k - 1 times as much inside its group.
 
     Args:
         period: H, local steps between two averages; 1 averages after every step. A schedule, a function from the step
@@ -115,7 +117,7 @@ class LocalSGD(SSGD):
         error_decay: float = 1.0,
         group: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(group)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
@@ -124,17 +126,11 @@ class LocalSGD(SSGD):
         check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
-        group = typed("local_sgd: group", group, int)
-        check_range("local_sgd: group", group, least=1)
         check_topology(self.name, topology)
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
                 "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
-            )
-        if group > 1 and topology is not None:
-            raise ValueError(
-                f"local_sgd: group is {group} and neighbours average by topology: leave group or topology out"
             )
         self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.period.value)
         for option, used in (
@@ -149,14 +145,15 @@ class LocalSGD(SSGD):
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
-        self.topology = topology
+        self.topology = None if topology is None else self._between(topology)
         self.fragments = fragments
         self.overlap = overlap
         self.alpha = self._alpha.value
         self.compression = compression
         self.error_decay = error_decay
-        self.group = group
-        self._topology = None if topology is None else slowed(topology, self._rounds.number)  # one round of it a period
+        self._topology = (
+            None if topology is None else slowed(self.topology, self._rounds.number)
+        )  # one round of it a period
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -187,7 +184,7 @@ class LocalSGD(SSGD):
 
     def _no_deaths(self) -> str:
         if self.group > 1:
-            return "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+            return NO_DEATHS_IN_GROUPS
         if self.overlap or self.compression is not None:
             return "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
         if self.topology is not None and self.outer is not None:
@@ -269,8 +266,9 @@ class LocalSGD(SSGD):
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._topology is None:
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
-        if self.overlap:
-            return _Average(rows_LX, learner.comm.exchange(rows_LX, self._topology, learner.step - 1))
+        if self.overlap or self.group > 1:
+            exchange = exchange_columns(learner.comm, rows_LX, self._topology, self.group, learner.step - 1)
+            return _Average(rows_LX, exchange)
         learner.comm.mix_(rows_LX, self._topology, learner.step - 1)
         return _Average(rows_LX, None)
 

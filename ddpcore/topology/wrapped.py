@@ -12,7 +12,7 @@ from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import Round, uniform
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,75 @@ def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
     """
     if isinstance(topology, Scheduled):
         return Scheduled(tuple((step, slowed(one, rounds)) for step, one in topology.stages.stages))
+    if isinstance(topology, BetweenGroups):
+        return BetweenGroups(topology.size, slowed(topology.between, rounds))
     return Slowed(topology, rounds)
+
+
+@dataclass(frozen=True)
+class WithinGroups(Topology):
+    """Each learner averages with all of its group of ``size`` consecutive learners. It joins no groups."""
+
+    size: int
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        first = rank - rank % self.size
+        return uniform(*[[other for other in range(first, first + self.size) if other != rank]] * 2)
+
+    @override
+    def period(self, num_learners: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class BetweenGroups(Topology):
+    """Groups of ``size`` consecutive learners average as the learners of another topology; their members hold the same.
+
+    ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with the
+    weights V of the other topology. All measurements are those of V.
+
+    Args:
+        size: k, of each group.
+        between: V, over n / k groups.
+    """
+
+    size: int
+    between: Topology
+
+    def num_groups(self, num_learners: int) -> int:
+        """n / k. ValueError: k is no divisor of n."""
+        if num_learners % self.size:
+            raise ValueError(
+                f"group is {self.size} and there are {num_learners} learners: take a divisor of {num_learners}"
+            )
+        return num_learners // self.size
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        check(step, rank, num_learners)
+        group, place = divmod(rank, self.size)
+        turn = self.between.round(step, group, self.num_groups(num_learners))
+        sources, readers = (
+            tuple(other * self.size + place for other in others) for others in (turn.sources, turn.destinations)
+        )
+        return Round(turn.self_weight, sources, turn.weights, readers)
+
+    @override
+    def period(self, num_learners: int) -> int | None:
+        return self.between.period(self.num_groups(num_learners))
+
+    @override
+    def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
+        self.between.validate(self.num_groups(num_learners), push_sum=push_sum)
+
+    @override
+    def spectral_gap(self, num_learners: int) -> float:
+        return self.between.spectral_gap(self.num_groups(num_learners))
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        self.between.check_run(num_steps)
 
 
 @dataclass(frozen=True)
