@@ -15,7 +15,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.options.milestones import Rounds, Setting, Varying
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
 from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
@@ -93,6 +93,12 @@ class LocalSGD(GradientAverages):
         group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
             them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
             so a group may be a host. 1: each learner steps alone.
+        then: a second topology W2: the result of the outer step is averaged again, at once. A round ends with
+            ``phi_j <- sum_k W2_jk(r) u_k``, where u_k is learner k's result without ``then``. The first average may
+            overlap with the steps, and the second one brings the learners closer: Factored Gossip DiLoCo (2606.22768).
+            This order rests on the abstract. The algorithm is in an appendix that was not read.
+        restart: R: the outer optimizer forgets its state after every R rounds, which widens the range of stable rates
+            and momenta (2605.28585, abstract); 0: never.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
@@ -116,6 +122,8 @@ class LocalSGD(GradientAverages):
         compression: CodecLike = None,
         error_decay: float = 1.0,
         group: int = 1,
+        then: Topology | None = None,
+        restart: int = 0,
     ) -> None:
         super().__init__(group)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
@@ -126,7 +134,13 @@ class LocalSGD(GradientAverages):
         check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
+        check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
         check_topology(self.name, topology)
+        check_topology(f"{self.name}: then", then)
+        if then is not None and topology is None:
+            raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
+        if restart and outer is None:
+            raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
@@ -151,9 +165,10 @@ class LocalSGD(GradientAverages):
         self.alpha = self._alpha.value
         self.compression = compression
         self.error_decay = error_decay
-        self._topology = (
-            None if topology is None else slowed(self.topology, self._rounds.number)
-        )  # one round of it a period
+        self.then = None if then is None else self._between(then)
+        self.restart = restart
+        self._topology = None if topology is None else slowed(self.topology, self._rounds.number)  # once a round
+        self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -170,6 +185,10 @@ class LocalSGD(GradientAverages):
             options += f", compression={self.compression}, error_decay={self.error_decay}"
         if self.group > 1:
             options += f", group={self.group}"
+        if self.then is not None:
+            options += f", then={self.then!r}"
+        if self.restart:
+            options += f", restart={self.restart}"
         return f"LocalSGD(period={describe(self.period)}, {options}, outer={'yes' if self.outer else None})"
 
     @property
@@ -206,10 +225,14 @@ class LocalSGD(GradientAverages):
         if self.topology is not None:
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
+        if self.then is not None:
+            self.then.validate(num_learners)
 
     @override
     def check_run(self, num_steps: int) -> None:
         super().check_run(num_steps)
+        if self.then is not None:
+            self.then.check_run(num_steps)
         self._rounds.period.check_run(num_steps)
         self._alpha.check_run(num_steps)
 
@@ -234,6 +257,9 @@ class LocalSGD(GradientAverages):
         for index in self._due(learner.step):
             if index in self._under_way:
                 self._use(learner, index, self._under_way.pop(index))
+        is_last = self.restart and (self._rounds.number(learner.step - 1) + 1) % self.restart == 0
+        if self._anchor is not None and is_last and self._is_due(learner.step, 0):
+            self._anchor.restart()
 
     def _lay_out(self, learner: Learner) -> None:
         """Find the parts, once the layout of the buffer is final."""
@@ -281,7 +307,13 @@ class LocalSGD(GradientAverages):
             anchor_AX = self._anchor.rows(index)
             is_change = self._feedback is not None
             result_AX = self._anchor.step(result_AX if is_change else anchor_AX - result_AX[: len(anchor_AX)], index)
-        elif self._copies[index] is None:
+        if self._then is not None:
+            learner.check_sent(result_AX)
+            exchange = exchange_columns(learner.comm, result_AX, self._then, self.group, learner.step - 1)
+            exchange.mixture().apply_(result_AX)
+            if self._anchor is not None:
+                self._anchor.set_(result_AX, index)
+        if self._anchor is None and self._copies[index] is None:
             return  # the average is in place
         weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self._alpha.at(learner.step - 1))
 

@@ -156,10 +156,10 @@ class WithinGroups(Topology):
 
 @dataclass(frozen=True)
 class BetweenGroups(Topology):
-    """Groups of ``size`` consecutive learners average as the learners of another topology; their members hold the same.
+    """Groups of ``size`` consecutive learners average as the learners of another topology do.
 
-    ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with the
-    weights V of the other topology. All measurements are those of V.
+    ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with
+    the weights V of the other topology. Members of a group hold the same rows, so measurements are those of V.
 
     Args:
         size: k, of each group.

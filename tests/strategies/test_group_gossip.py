@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(make: Any) -> None:
     for learners, group in ((6, 4), (4, 8), (1, 2)):
         with pytest.raises(ValueError, match=f"group is {group} and there are {learners} learners: take a divisor of"):
             ddpcore.distribute(model, optimizer, make(group=group), learners=learners)
-    with pytest.raises(ValueError, match="on_failure='shrink'|on_failure='raise'"):
+    with pytest.raises(ValueError, match="on_failure="):
         connection = ddpcore.Connection(on_failure="shrink")
         ddpcore.distribute(model, optimizer, make(group=2), learners=4, connection=connection)
     with pytest.raises(ValueError, match="quarantine"):
