@@ -40,6 +40,15 @@ def check_all(seen: list[dict[str, Any]], what: str) -> None:
         assert all(of_rank[what].values()), of_rank[what]
 
 
+def check_resharded(seen: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(seen):
+        for case, differences in of_rank["resharded"].items():
+            loaded = ("shards, loaded", "plain, loaded", "shards, trained", "plain, trained") if rank < 2 else ()
+            assert set(differences) == {*loaded, *(("one process",) if rank == 0 else ()), "four learners"}
+            assert max(differences.values()) <= TOLERANCE, (case, differences)
+            assert all(differences[name] == 0 for name in loaded[:2]), (case, differences)
+
+
 def test_learners_of_two_ranks_are_virtual_learners_with_whole_batches(quick):
     check_virtual(quick)
 
@@ -54,6 +63,10 @@ def test_features_of_fsdp_have_the_bits_of_averages_by_hand(quick):
 
 def test_a_run_goes_on_to_the_bit(quick):
     check_all(quick, "resumed")
+
+
+def test_a_saved_run_loads_on_other_shards_in_plain_ranks_and_its_average_in_one_process(quick):
+    check_resharded(quick)
 
 
 def test_the_average_is_sharded_and_loads_into_a_whole_model(quick):
@@ -117,6 +130,7 @@ def test_all_strategies_optimizers_and_features(whole_list):
     check_virtual(whole_list)
     for what in ("plain", "features", "accumulated", "resumed"):
         check_all(whole_list, what)
+    check_resharded(whole_list)
     assert max(of_rank["momentum"] for of_rank in whole_list) <= TOLERANCE
     assert [one["nonfinite"]["skip", "dpsgd"]["found"] for one in whole_list] == [[], [], [(1, 2)], [(1, 2)]]
 
