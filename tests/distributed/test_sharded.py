@@ -101,27 +101,32 @@ def test_noise_scales_are_of_whole_learners(quick):
 
 
 REFUSED = {
-    "all ranks": "another learner: shard it over the other dimensions",
-    "without mesh": "another learner: shard it over the other dimensions",
+    "all ranks": "blocks.0.scale is sharded or replicated over rank {other} of another learner: shard it over the other",
+    "without mesh": "blocks.0.scale is sharded or replicated over rank {beside} of another learner: shard it over",
     "both": "mesh= says which ranks are learners: leave group= out",
     "two dimensions": "pass the one of the learners, mesh['learners']",
-    "virtual": "leave learners= out, and pass mesh=",
-    "partly": "call fully_shard on the whole model, too",
-    "shrink": "on_failure is 'shrink'",
+    "virtual": "blocks.0.scale is a DTensor and virtual learners are whole: leave learners= out, and pass mesh=",
+    "partly": "blocks.1.scale is whole and blocks.0.scale is a DTensor: call fully_shard on the whole model, too",
+    "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
+    "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
+    "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",
+    "join": "layout of parameter blocks.0.scale is of a sharded learner, and learners of one rank join",
+    "shrink": "on_failure is 'shrink': a learner is several ranks, and those of a dead rank's learner cannot go on",
     "scaler": "without scaler=",
     "quarantine": "take 'skip'",
     "adpsgd": "adpsgd: the ranks of a learner",
     "noisy_ssgd": "noisy_ssgd: the noise of a weight",
     "offload": "leave offload_policy out",
-    "other placements": "ranks do not train the same: layout of parameter",
+    "other placements": "ranks do not train the same: layout of parameter blocks.0.scale",
     "other options": "ranks do not train the same: strategy",
 }
 
 
 @each("name", REFUSED)
 def test_refused_on_all_ranks(name, quick):
-    for of_rank in quick:
-        assert REFUSED[name] in of_rank["refused"][name]
+    for rank, of_rank in enumerate(quick):
+        text = REFUSED[name].format(other=(2, 3, 0, 1)[rank], beside=(1, 0, 3, 2)[rank])
+        assert text in of_rank["refused"][name]
         assert "weights were changed" not in of_rank["refused"][name]
 
 

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
@@ -31,6 +31,7 @@ from helpers.ranks import ROOT, join
 from helpers.sharded_models import FEATURES, mixed, net, sharded
 
 STEPS, BATCH = 6, 4
+CPU = torch.device("cpu")
 TOPOLOGY = ddpcore.Ring()
 
 
@@ -269,7 +270,7 @@ def resharded(place: Place, strategy: str, optimizer: str, folder: Path) -> dict
 
 def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     """Run the blocks of the page, with CPUs and two ranks a learner, and load the average into a whole model."""
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     names: dict[str, Any] = {**globals(), "model": net(norm=True), "partial": partial}
     exec(first.replace('"cuda", (2, 8)', '"cpu", (2, 2)'), names)
     place.train(names["handle"], range(2))
@@ -280,6 +281,7 @@ def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     other.load_state_dict(state)
     with torch.no_grad():
         outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
+    exec(third.replace('checkpoint_id="saved"', f'checkpoint_id="{folder}/saved"'), names)
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
     return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
 
@@ -385,13 +387,14 @@ def refused(place: Place) -> dict[str, str]:
     mesh, texts = place.mesh, {}
 
     def call(name: str, model: nn.Module, strategy: Any = None, **options: Any) -> None:
-        before = weights(model) if name != "offload" else {}
+        before = weights(model) if name not in ("offload", "fsdp1", "ddp") else {}
         try:
             optimizer = FusedSGD(model.parameters(), lr=0.1)
             ddpcore.distribute(model, optimizer, strategy or ddpcore.SSGD(), **options)
             texts[name] = "nothing was refused"
         except ValueError as error:
             texts[name] = str(error)
+            assert "\n" not in texts[name]
         if before and distance(weights(model), before):
             texts[name] += ", and weights were changed"
 
@@ -404,6 +407,16 @@ def refused(place: Place) -> dict[str, str]:
     model = net()
     fully_shard(model.blocks[0], mesh=shard)
     call("partly", model, mesh=learners)
+    model = net()
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0], process_group=shard.get_group(), device_id=CPU)
+    call("fsdp1", model, mesh=learners)
+    model = net()
+    model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0], process_group=shard.get_group())
+    call("ddp", model, mesh=learners)
+    model = net()
+    for block in model.blocks:
+        fully_shard(block, mesh=shard)
+    call("other ranks", fully_shard(model, mesh=learners), mesh=learners)
     call("shrink", sharded(net(), shard), mesh=learners, connection=Connection(on_failure="shrink"))
     call("scaler", sharded(net(), shard), mesh=learners, scaler=torch.amp.GradScaler("cpu"))
     call("quarantine", sharded(net(), shard), ddpcore.DPSGD(), mesh=learners, on_nonfinite="quarantine")
@@ -411,6 +424,11 @@ def refused(place: Place) -> dict[str, str]:
     call("noisy_ssgd", sharded(net(), shard), ddpcore.NoisySSGD(0.1), mesh=learners)
     call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh=learners)
     call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), mesh=learners)
+    model = sharded(net(), shard)
+    try:
+        ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
+    except ValueError as error:
+        texts["join"] = str(error)
     call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), mesh=learners)
     return texts
 
