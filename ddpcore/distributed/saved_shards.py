@@ -44,7 +44,7 @@ def split(state: dict[str, Any], learner: Learner, strategy: Strategy) -> tuple[
     numbered = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+        keys: list[Any] = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
         where = ".".join(map(str, keys))
         if is_dtensor(leaf):
             owner = keys[1] if keys[0] == "model" else names[id(numbered[keys[2]])]

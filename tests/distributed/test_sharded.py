@@ -101,7 +101,7 @@ def test_noise_scales_are_of_whole_learners(quick):
 
 
 REFUSED = {
-    "all ranks": "blocks.0.scale is sharded or replicated over rank {other} of another learner: shard it over the other",
+    "all ranks": "blocks.0.scale is sharded or replicated over rank {other} of another learner: shard it over",
     "without mesh": "blocks.0.scale is sharded or replicated over rank {beside} of another learner: shard it over",
     "both": "mesh= says which ranks are learners: leave group= out",
     "two dimensions": "pass the one of the learners, mesh['learners']",
