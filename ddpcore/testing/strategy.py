@@ -68,9 +68,7 @@ def check_strategy(
         scenarios, tolerance = [one for one in scenarios if not one.batch_norm], tolerance + ROUNDING
     for one in scenarios:
         if (size := BATCH // one.accumulation) % shards:
-            raise ValueError(
-                f"shards is {shards} and {one.name} has batches of {size} samples: take 2, or leave it out"
-            )
+            raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
     with _one_thread():
         if counts[-1] > 1:
             _check_said(factory, counts[-1])
@@ -108,12 +106,11 @@ def run_rank(
     torch.set_num_threads(1)
     learners: dict[int, dict[str, Any]] = {}
     for count in counts:  # every rank takes part in each call
-        places, names = torch.arange(count * shards).view(count, shards), ("learners", "shards")
-        learners[count] = (
-            {"group": dist.new_group(list(range(count)))}
-            if shards == 1
-            else {"mesh": DeviceMesh("cpu", places, mesh_dim_names=names)}
-        )
+        if shards == 1:
+            learners[count] = {"group": dist.new_group(list(range(count)))}
+        else:
+            places, names = torch.arange(count * shards).view(count, shards), ("learners", "shards")
+            learners[count] = {"mesh": DeviceMesh("cpu", places, mesh_dim_names=names)}
     results = {
         (count, index, transport): SmallRun(
             factory, count, scenario, **learners[count], connection=Connection(transport=transport)

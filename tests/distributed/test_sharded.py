@@ -118,6 +118,9 @@ REFUSED = {
     "noisy_ssgd": "noisy_ssgd: the noise of a weight",
     "offload": "leave offload_policy out",
     "other placements": "ranks do not train the same: layout of parameter blocks.0.scale",
+    "whole state": "holds whole learners and this model is sharded: load it into a whole model",
+    "other parameters": "holds a model with other parameters, such as other.weight: load it into the model that saved",
+    "compressed": "holds compressed weights of 2 shards that were under way: load it on as many",
     "other options": "ranks do not train the same: strategy",
 }
 

@@ -434,6 +434,34 @@ def refused(place: Place) -> dict[str, str]:
 
 
 RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
+
+
+def refused_states(place: Place, folder: Path) -> dict[str, str]:
+    """States that this handle cannot load: each is refused before anything is loaded."""
+
+    def begin(strategy: str, model: nn.Module, **options: Any) -> Any:
+        return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), MAKERS[strategy](TOPOLOGY), **options)
+
+    learners, shard = {"mesh": place.mesh["learners"]}, place.mesh["shard"]
+    plain = begin("dpsgd", net(), learners=2)
+    dcp.save({"run": RunState(plain)}, checkpoint_id=folder / f"plain-{dist.get_rank()}", no_dist=True)
+    handle = begin("dpsgd_int8_stale", sharded(net(), shard), **learners)
+    place.train(handle, range(2))
+    dcp.save({"run": RunState(handle)}, checkpoint_id=folder / "stale")
+    tied = begin("dpsgd_int8_stale", sharded(net(tied=True), shard), **learners)
+    texts = {}
+    for name, one, path in (
+        ("whole state", handle, f"plain-{dist.get_rank()}"),
+        ("other parameters", tied, "stale"),
+        ("compressed", plain, "stale"),
+    ):
+        try:
+            RunState(one, saved=folder / path)
+        except ValueError as error:
+            texts[name] = str(error)
+    return texts
+
+
 QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
 CASES = [
     *((name, "adamw") for name in SHARDABLE),
@@ -463,7 +491,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
-        "refused": refused(two),
+        "refused": {**refused(two), **refused_states(two, folder)},
     }
 
 
