@@ -15,7 +15,7 @@ TOLERANCE = 2e-6
 
 
 def started(what: str, world_size: int = 4) -> list[dict[str, Any]]:
-    return ranks.run("sharded_ranks", world_size, more=[[what, "sharded.md"]] * world_size)
+    return ranks.run("sharded_ranks", world_size, 900, more=[[what, "sharded.md"]] * world_size)
 
 
 @pytest.fixture(scope="module")

@@ -463,12 +463,9 @@ def refused_states(place: Place, folder: Path) -> dict[str, str]:
 
 
 QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
-CASES = [
-    *((name, "adamw") for name in SHARDABLE),
-    *((n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if one != "muon"),
-]
-MIXED = [(name, "adamw", "mixed") for name in SHARDABLE]  # frozen and tied weights, and gradients accumulated
-MIXED += [(name, "muon", "double") for name in ("dpsgd", "ssgd", "diloco")]
+BITS = [(name, "adamw") for name in SHARDABLE]
+BITS += [(n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if (n, one) not in BITS]
+CASES = [(n, one, "mixed") if one == "adamw" else (n, one, "double" if one == "muon" else "plain") for n, one in BITS]
 
 
 def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
@@ -499,9 +496,11 @@ def whole_list(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
     both = ("ssgd", "local_sgd")
     return {
-        "virtual": {case: beside_virtual(two, *case) for case in [*CASES, *MIXED] if fits(case, 2, 2)},
-        "plain": {case: bits_of_plain_ranks(four, *case) for case in CASES if fits(case, 4, 1)},
-        "features": {(one, name): beside_averages_by_hand(two, one, name) for one in FEATURES for name in both},
+        "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
+        "features": {
+            (one, name): beside_averages_by_hand(two, one, name) for one in FEATURES if one != "double" for name in both
+        },
         "accumulated": accumulated(two),
         "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
         "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},
