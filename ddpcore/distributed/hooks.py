@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
+from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
@@ -76,7 +77,7 @@ class HookedDistributed(Distributed):
         membership = learner.comm.membership
         if membership is not None:
             membership.on_change.append(self._members_changed)
-        optimizer.register_step_pre_hook(self._before_call)
+        self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
 
     def _register_forward_hooks(self) -> None:
@@ -287,6 +288,8 @@ class HookedDistributed(Distributed):
         if closure is None:
             self._join_average()
         self._watch.before_step(closure)
+        if closure is None and strategy.traits.stays_identical and getattr(learner.optimizer, "process_group", None):
+            check_divided(learner)
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -294,7 +297,13 @@ class HookedDistributed(Distributed):
         for observer in self.observers:
             observer.before_step(learner)
         with self._span("before_step"):
-            self._weight_step.average(strategy.before_step(learner))
+            self._weight_step.average(strategy.before_step(learner), at_once=self._is_program_next())
+
+    def _is_program_next(self) -> bool:
+        """Whether code of the program runs before the weights are stepped, which must find them averaged."""
+        optimizer = self.learner.optimizer
+        last = next(reversed(optimizer._optimizer_step_pre_hooks))
+        return last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from helpers.idioms import distributed, families, hooks, loops, models, optimizers, parts, passes, state
+from helpers.idioms import changes, distributed, families, hooks, loops, models, optimizers, parts, passes, state
 from helpers.idioms.run import IDIOMS
 
-__all__ = ["IDIOMS", "distributed", "families", "hooks", "loops", "models", "optimizers", "parts", "passes", "state"]
+__all__ = [
+    "IDIOMS",
+    "changes",
+    "distributed",
+    "families",
+    "hooks",
+    "loops",
+    "models",
+    "optimizers",
+    "parts",
+    "passes",
+    "state",
+]
