@@ -14,6 +14,7 @@ One call of the user's ``optimizer.step()`` runs in this order:
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,20 @@ STATE_FORMAT = 3
 """Of the result of ``state_dict``. Version 0.2 had none."""
 
 
+_HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
+
+
+def _leave_fork() -> None:
+    """In a forked process: its copies of models take part in no step of the ranks."""
+    for handle in _HANDLES:
+        handle.learner.hooks_paused = True
+        if handle._buckets is not None:
+            handle._buckets.paused = True
+
+
+os.register_at_fork(after_in_child=_leave_fork)
+
+
 class HookedDistributed(Distributed):
     """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
 
@@ -74,6 +89,8 @@ class HookedDistributed(Distributed):
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
+        if learner.comm.transport != "virtual":
+            _HANDLES.add(self)
         membership = learner.comm.membership
         if membership is not None:
             membership.on_change.append(self._members_changed)
@@ -256,7 +273,7 @@ class HookedDistributed(Distributed):
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
-        if not self._watch.begin_call(frame):
+        if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None and self._watch.creates_states_only():
