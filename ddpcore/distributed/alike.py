@@ -62,14 +62,16 @@ def _first_other(column: Tensor) -> int | None:
 
 def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
     """Raise RuntimeError that names an option in which learners differ. Collective."""
-    numbers = [float(value) if _is_number(value) else float(crc32(repr(value).encode())) for _, value in options]
-    rows = torch.tensor(numbers, dtype=torch.float64, device=learner.flat.param_LP.device)
-    everyone = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1)).cpu()
-    for (name, value), column in zip(options, everyone.unbind(dim=1), strict=True):
+    known = [_is_number(value) for _, value in options]
+    values = [value if _is_number(value) else crc32(repr(value).encode()) for _, value in options]
+    rows = torch.tensor([*values, *known], dtype=torch.float64, device=learner.flat.param_LP.device)
+    everyone, are_numbers = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1)).cpu().chunk(2, dim=1)
+    for index, (name, _) in enumerate(options):
+        column, are_known = everyone[:, index], are_numbers[:, index].all()
         if (other := _first_other(column)) is not None:
             found = f"{float(column[0]):g} on learner 0 and {float(column[other]):g}"
             raise RuntimeError(
-                f"{name} is {found if _is_number(value) else 'not the same on learner 0 and'} on learner {other}, "
+                f"{name} is {found if are_known else 'not the same on learner 0 and'} on learner {other}, "
                 "which must stay equal: give all of them the same optimizer, schedule and loaded state"
             )
     raise RuntimeError("options of the optimizer have other names on learner 0: give all learners the same optimizer")
