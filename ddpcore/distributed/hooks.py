@@ -87,6 +87,7 @@ class HookedDistributed(Distributed):
             waits = learner.comm.transport == "virtual"
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
+        self._is_training = True  # whether the call of step() that runs is a step of training
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
         if learner.comm.transport != "virtual":
@@ -276,8 +277,8 @@ class HookedDistributed(Distributed):
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and self._watch.creates_states_only():
-            self._watch.end_call(frame)
+        self._is_training = closure is not None or not self._watch.creates_states_only()
+        if not self._is_training:
             return
         try:
             self._before_step(closure)
@@ -286,7 +287,7 @@ class HookedDistributed(Distributed):
             raise
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watch.end_call(sys._getframe(1)):
+        if self._watch.end_call(sys._getframe(1)) and self._is_training:
             self._after_step()
 
     def _join_average(self) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -202,6 +203,17 @@ for kind in KINDS:
     for anew in (False, True):
         name = f"back_to_a_state_{'of_new_objects_' if anew else ''}{kind}"
         add(name, partial(_back_to_a_state, kind=kind, anew=anew), worlds=RANKS)
+
+
+def _states_first(run: Run, kind: str) -> None:
+    """torch makes the optimizer create its states by a step of zero before the first pass."""
+    model = begin(run, kind)
+    get_state_dict(model, run.optimizer)
+    train(run)
+
+
+for kind in KINDS:
+    add(f"states_before_the_first_pass_{kind}", partial(_states_first, kind=kind), worlds=RANKS)
 
 
 # ---- errors in a pass, after which the loop goes on ----
