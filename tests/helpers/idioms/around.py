@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from helpers.idioms.changes import KINDS
@@ -55,7 +55,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     ),
     "save_on_cpu": torch.autograd.graph.save_on_cpu,
     "one_autograd_thread": lambda: torch.autograd.set_multithreading_enabled(False),
-    "function_mode": TorchFunctionMode,
+    "function_mode": BaseTorchFunctionMode,
     "autocast_around_the_step": lambda: torch.autocast("cpu", dtype=torch.bfloat16, enabled=True),
 }
 
@@ -169,8 +169,10 @@ COPIES: dict[str, Callable[[Model], Model]] = {
 def _copy_trains_too(run: Run, kind: str, make: Callable[[Model], Model]) -> None:
     model = begin(run, kind)
     train(run, steps=2)
-    other = Run(run.strategy, run.world)
-    begin(other, kind, make(model))
+    other, copied = Run(run.strategy, run.world), make(model)
+    for parameter in copied.parameters() if run.is_plain else ():
+        dist.broadcast(parameter.data, 0)  # distribute() starts all learners alike
+    begin(other, kind, copied)
     for step in range(4):
         one_step(run, step)
         one_step(other, step + 10)
