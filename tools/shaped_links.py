@@ -7,7 +7,7 @@ larger network. Utilisation is the time of the same steps without communication,
 ``--scale 10`` takes a tenth of the weights and of the bandwidth, so that all times stay and the processor has a tenth
 of the bytes to copy. The default model is the one of github.com/Adnan082/diloco-measured.
 
-``PYTHONPATH=. python benchmarks/shaped_links.py --scale 10 --json benchmarks/results/shaped_links_cpu.jsonl``
+``PYTHONPATH=. python tools/shaped_links.py --scale 10 --json benchmarks/results/shaped_links_cpu.jsonl``
 """
 
 from __future__ import annotations
