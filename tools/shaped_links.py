@@ -114,6 +114,7 @@ class Job:
 
 
 def run_rank(world: World, keepers: Sequence[int], args: argparse.Namespace) -> None:
+    """What each rank runs; rank 0 prints and writes."""
     hosts.enter(keepers[world.rank], world.rank)
     torch.set_num_threads(1)
     store = dist.TCPStore(hosts.address(0), hosts.PORT, NUM_RANKS, is_master=world.rank == 0)
@@ -150,6 +151,7 @@ def run_rank(world: World, keepers: Sequence[int], args: argparse.Namespace) -> 
 
 
 def main() -> None:
+    """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[50.0, 1000.0, 5000.0], help="Mb/s, before --scale")
     parser.add_argument("--periods", type=int, nargs="+", default=[1, 8, 32, 128], help="H")
