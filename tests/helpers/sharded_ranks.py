@@ -494,7 +494,7 @@ def quick(folder: Path) -> dict[str, Any]:
 
 def whole_list(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
-    both = ("ssgd", "local_sgd")
+    by_hand = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
