@@ -498,9 +498,7 @@ def whole_list(folder: Path) -> dict[str, Any]:
     return {
         "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
-        "features": {
-            (one, name): beside_averages_by_hand(two, one, name) for one in FEATURES if one != "double" for name in both
-        },
+        "features": {case: beside_averages_by_hand(two, *case) for case in by_hand},
         "accumulated": accumulated(two),
         "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
         "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},
