@@ -330,7 +330,7 @@ class _Group:
             if len(set(torch.cat(everyone).tolist())) > 1:
                 raise RuntimeError(
                     f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
-                    "rank alone under torch.no_grad(), and step() and evaluation_model() on all"
+                    "rank alone under torch.no_grad(), step() and evaluation_model() on all"
                 )
 
         flight.is_waited = True
