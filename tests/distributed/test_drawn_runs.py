@@ -63,8 +63,7 @@ def test_learners_one_after_the_other_have_the_same_bits(seed: int) -> None:
 
 
 def _noise(run: Drawn) -> Any:
-    # The passes of a record take one batch, whatever the step had: they must only change nothing.
-    more = {"full_loss": lambda: run.loss(77), "hessian": True, "directions": 2}
+    more = {"loss": lambda: run.loss(run.number), "full_loss": lambda: run.loss(77), "hessian": True, "directions": 2}
     return NoiseStatistics(run.handle, run.optimizer, 2, batch_size=3, **more)
 
 

@@ -186,6 +186,7 @@ def test_a_gradient_scale_that_is_a_power_of_two(kind: str, seed: int) -> None:
 def test_any_number_of_threads(kind: str, seed: int, set_threads: Any) -> None:
     draw, shapes, dtype, given = drawn(kind, seed)
     shapes += [(70_001,)]  # torch divides a sum of 32768 elements among threads
+    dtype = torch.float64 if seed % 2 else dtype
     ends = []
     for threads in (1, draw.randint(2, 9)):
         set_threads(threads)
