@@ -39,3 +39,17 @@ for run in runs:
 axes.set(xlabel="seconds", ylabel="test loss")
 axes.legend()
 figure.savefig(HERE / "failures.svg", metadata={"Date": None})
+
+data = json.loads((HERE / "tutorials" / "uneven_data.json").read_text())
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+for name, runs in data["rows"].items():
+    for axes, key in ((left, "accuracy"), (right, "consensus_distance")):
+        values = np.array([run[key] for run in runs])
+        (line,) = axes.plot(range(1, values.shape[1] + 1), np.median(values, axis=0), label=name)
+        axes.fill_between(
+            range(1, values.shape[1] + 1), values.min(axis=0), values.max(axis=0), color=line.get_color(), alpha=0.15
+        )
+left.set(xlabel="epoch", ylabel="accuracy of the averaged model", ylim=(0.6, 1))
+right.set(xlabel="epoch", ylabel="consensus distance", ylim=(0.03, 1), yscale="log")
+left.legend(fontsize=8)
+figure.savefig(HERE / "tutorials" / "uneven_data.svg", metadata={"Date": None})
