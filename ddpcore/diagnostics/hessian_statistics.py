@@ -241,7 +241,7 @@ def _half_trace(operator: spectra.Operator, apart_nP: Tensor) -> float:
 
 
 def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
-    """Whether the weights of all learners are the same, bit for bit. Collective."""
+    """Whether the weights of all learners are equal. Collective."""
     first_LP = weights_LP.clone()
     learner.comm.broadcast_(first_LP)
     same_L = (first_LP == weights_LP).all(dim=1)
