@@ -26,13 +26,7 @@ from ddpcore.optim.batch import is_capturing
 from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import (
-    Learner,
-    NonFinite,
-    NonFiniteError,
-    row_sums,
-    suspects,
-)
+from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
