@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -212,12 +211,17 @@ class HookedDistributed(Distributed):
         only_averages = plan.averages_gradients and getattr(strategy.bucket_ready, "only_averages", False)
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
+    def _noted(self, pieces: Pieces) -> Iterator[Sequence[Tensor]]:
+        for begin, rows in pieces:
+            self._watch.note_piece(begin, rows)
+            yield rows
+
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         plan = self.strategy.plan(self.learner.step)
         if pieces is not None:
             size = plan.gradients or self.learner.comm.num_learners
             with self._span("bucket_ready"):
-                self.learner.comm.average_pieces_(columns, starmap(self._watch.note_piece, pieces), size)
+                self.learner.comm.average_pieces_(columns, self._noted(pieces), size)
             return
         if plan.averages_gradients:
             self._watch.note_message(columns)

@@ -212,10 +212,9 @@ class LoopWatch:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(columns)
 
-    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Do the same for rows that begin at a column and may lie anywhere. Returns the rows."""
+    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> None:
+        """Do the same for rows that begin at a column and may lie anywhere."""
         self._sums[begin] = torch.stack([row_sums(row[None]) for row in rows]).squeeze(1)
-        return rows
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
