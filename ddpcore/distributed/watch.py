@@ -433,8 +433,7 @@ class LoopWatch:
         """Rows whose gradients may not be finite, from one sum over the gradients."""
         flat = self._flat
         gradients = list(map(_gradient_of, flat.parameters))
-        averages = self._averages()
-        one_row = one_row and all(map(is_, gradients, averages))
+        one_row = one_row and all(map(is_, gradients, self._averages()))  # gather_grads counts references
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(_gradient_of, flat.parameters))
