@@ -154,7 +154,11 @@ class Strategy:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are ready."""
+        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are ready.
+
+        A method with the attribute ``only_averages`` does no more than average them as the plan says. For virtual
+        learners it need not be called: large gradients are then averaged where they lie.
+        """
 
     def after_backward(self, learner: Learner) -> None:
         """Called at the end of a backward pass if ``traits.averages_gradients``."""

@@ -241,6 +241,8 @@ class LocalSGD(GradientAverages):
         if self.plan(learner.step).averages_gradients:
             super().bucket_ready(learner, columns)
 
+    bucket_ready.only_averages = True  # type: ignore[attr-defined]
+
     @override
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""

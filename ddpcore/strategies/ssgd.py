@@ -65,6 +65,8 @@ class GradientAverages(Strategy):
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
 
+    bucket_ready.only_averages = True  # type: ignore[attr-defined]
+
     @override
     def after_backward(self, learner: Learner) -> None:
         for work in self._works:
