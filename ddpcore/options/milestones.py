@@ -20,13 +20,13 @@ class Milestones(Generic[T]):
     """A schedule of pieces: a value from each milestone on.
 
     Args:
-        stages: pairs of the first step with a value, and this value: ``((0, 64), (600, 1))``. A list will do.
+        stages: pairs of the first step with a value, and this value: ``((0, 64), (600, 1))``.
 
     Raises:
         ValueError: the stages are no such pairs, or their steps do not ascend from 0.
     """
 
-    stages: tuple[tuple[int, T], ...]
+    stages: Sequence[tuple[int, T]]
 
     def __post_init__(self) -> None:
         try:

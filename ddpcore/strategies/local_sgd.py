@@ -131,7 +131,7 @@ class LocalSGD(GradientAverages):
         check_range("local_sgd: switch_step", switch_step, least=0)
         self._rounds = Rounds(self.name, period, switch_step, 1 if isinstance(period, int) else overlap + 1)
         changes = self._rounds.period.changes
-        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
+        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else self._rounds.period.value)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
         check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
@@ -167,7 +167,7 @@ class LocalSGD(GradientAverages):
         self.error_decay = error_decay
         self.then = None if then is None else self._between(then)
         self.restart = restart
-        self._topology = None if topology is None else slowed(self.topology, self._rounds.number)  # once a round
+        self._topology = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
         self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []

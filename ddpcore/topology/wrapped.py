@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
@@ -90,7 +91,7 @@ class Scheduled(Topology):
         ValueError: they are no such pairs.
     """
 
-    stages: Milestones[Topology]
+    stages: Any
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, Milestones):
@@ -102,7 +103,8 @@ class Scheduled(Topology):
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         check(step, rank, num_learners)
-        return self.stages(step).round(step, rank, num_learners)
+        turn: Round = self.stages(step).round(step, rank, num_learners)
+        return turn
 
     @override
     def period(self, num_learners: int) -> int | None:
@@ -117,7 +119,7 @@ class Scheduled(Topology):
     @override
     def spectral_gap(self, num_learners: int) -> float:
         """That of the last stage."""
-        return self.stages.stages[-1][1].spectral_gap(num_learners)
+        return float(self.stages.stages[-1][1].spectral_gap(num_learners))
 
     @override
     def check_run(self, num_steps: int) -> None:
