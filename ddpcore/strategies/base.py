@@ -204,6 +204,14 @@ class Strategy:
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, between two steps."""
 
+    def columns(self) -> Sequence[tuple[int, int]]:
+        """The columns ``begin`` to ``end`` of each part of the weights, if the state has rows ``[L, X]`` of parts.
+
+        A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a sharded learner can be
+        saved for another number of shards. Rows of all columns need no number.
+        """
+        return ()
+
 
 NO_DEATHS_IN_GROUPS = "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -354,3 +354,7 @@ class LocalSGD(GradientAverages):
         self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])
+
+    @override
+    def columns(self) -> Sequence[tuple[int, int]]:
+        return [(begin, end) for _, begin, end in self._parts]

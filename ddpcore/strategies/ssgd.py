@@ -59,7 +59,8 @@ class GradientAverages(Strategy):
             self.after_backward(learner)  # raises the error of the connection if a rank died
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
-                "so its gradients are wrong: call zero_grad() and the model again"
+                "or inside another one (use_reentrant=True), so its gradients are wrong: call zero_grad() and the "
+                "model again, with use_reentrant=False"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
