@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.columns import exchange_columns
-from ddpcore.options.milestones import Rounds, Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.schedule import Rounds, Varying
 from ddpcore.topology.wrapped import slowed
 
 

@@ -14,7 +14,6 @@ from typing_extensions import override
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.columns import exchange_columns
-from ddpcore.options.milestones import Rounds, Setting, Varying
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
@@ -24,6 +23,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
+from ddpcore.topology.schedule import Rounds, Setting, Varying
 from ddpcore.topology.wrapped import slowed
 
 
@@ -47,6 +47,16 @@ class _Average:
             messages = {learner // self.group: found[learner][None] for learner in sorted(found)}  # one of each group
             self.rows = reduce(torch.add, map(self.decode, messages.values())) / len(messages)  # in one order
         self.transfer = None
+
+
+def _check_rounds(topology: object, then: object, outer: object, restart: int) -> None:
+    """Check what a round does after its first average."""
+    check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
+    check_topology("local_sgd: then", then)
+    if then is not None and topology is None:
+        raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
+    if restart and outer is None:
+        raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
 
 
 class LocalSGD(GradientAverages):
@@ -134,13 +144,8 @@ class LocalSGD(GradientAverages):
         check_range("local_sgd: overlap", overlap, least=0, below=None if changes else self._rounds.period.value)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
-        check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
         check_topology(self.name, topology)
-        check_topology(f"{self.name}: then", then)
-        if then is not None and topology is None:
-            raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
-        if restart and outer is None:
-            raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
+        _check_rounds(topology, then, outer, restart)
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpcore.options.milestones import Milestones
 from ddpcore.options.registry import Registry
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
+from ddpcore.topology.schedule import Milestones
 from ddpcore.topology.wrapped import Hierarchical, Scheduled
 
 

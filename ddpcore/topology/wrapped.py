@@ -8,12 +8,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from ddpcore.options.milestones import Milestones
 from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring
 from ddpcore.topology.rounds import Round, uniform
+from ddpcore.topology.schedule import Milestones
 
 
 @dataclass(frozen=True)
