@@ -158,8 +158,7 @@ class LocalSGD(GradientAverages):
             if warmup_steps and used:
                 raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
         self.period = self._rounds.period.value
-        self.warmup_steps = warmup_steps
-        self.switch_step = switch_step
+        self.warmup_steps, self.switch_step = warmup_steps, switch_step
         self.outer = outer
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
