@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.strategies.learner import Learner
 

@@ -21,7 +21,7 @@ from ddpcore.distributed.alike import check_alike
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
@@ -349,7 +349,7 @@ class LoopWatch:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()
-        if flat.grad_start is not None and flat.current_grad_pointers() != flat.grad_pointers:  # the program has set grad.data
+        if flat.grad_start is not None and flat.current_grad_pointers() != flat.grad_pointers:  # set by program
             flat.renew_grad_views()
         parts = flat.locals(flat.parameters)
         found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))

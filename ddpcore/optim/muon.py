@@ -181,6 +181,7 @@ class Muon(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.note_capture()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
         groups = [group for group in self.param_groups if group["rule"] == "muon"]
