@@ -1,6 +1,6 @@
 """Whole steps of learners that FSDP2 shards over two ranks, beside FSDP2's own steps without an average.
 
-Contenders of one run take turns of 8 steps, A/B/A/B, each after a barrier, until ``--seconds`` are over. Wall time is
+Contenders of one run take turns of 4 steps, A/B/A/B, each after a barrier, until ``--seconds`` are over. Wall time is
 that of the slowest rank, CPU time the sum over the ranks and their threads, which other programs disturb less. The
 model is a small transformer of about ``--millions`` parameters, the optimizer FusedAdamW. Memory is what tensors of a
 rank hold after a step, in bytes for each parameter of its shards, beyond FSDP2 alone. With ``--transport shm`` it
@@ -35,7 +35,7 @@ from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import quantiles
 
 WIDTH, TOKENS = 256, 32
-TURN = 8  # steps: a period of local steps
+TURN = 4  # steps: a period of local steps
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 STRATEGIES: dict[str, Callable[[], Any] | None] = {
     "FSDP2 alone": None,
@@ -104,6 +104,7 @@ def run_turn(step: Callable[[], Any]) -> tuple[float, float]:
 
 def measure(world: launch.World, options: argparse.Namespace) -> None:
     """Run on every rank by ``launch.run``; rank 0 prints."""
+    start = time.monotonic()
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (world.world_size // 2, 2), mesh_dim_names=("learners", "shard"))
     numel = sum(local.numel() for local in map(local_part, model(options.millions, mesh["shard"]).parameters()))
@@ -115,8 +116,7 @@ def measure(world: launch.World, options: argparse.Namespace) -> None:
         run_turn(steps[name])  # warms up, and makes all state
         memory[name] = sum(size for address, size in held().items() if address not in before) / numel
     turns: list[list[tuple[float, float]]] = []
-    start = time.monotonic()
-    while len(turns) < 3 or is_time(start, options.seconds):
+    while len(turns) < 2 or is_time(start, options.seconds):
         turns.append([run_turn(step) for step in steps.values()])
     if world.rank:
         return
@@ -164,10 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--millions", type=float, default=6.3, help="parameters of the transformer")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 32 tokens a rank")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of 32 tokens a rank")
     parser.add_argument("--strategies", nargs="*", choices=list(STRATEGIES)[1:], default=["dpsgd", "local_sgd"])
     parser.add_argument("--transport", default="auto", help="between learners, see docs/transports.md")
-    parser.add_argument("--seconds", type=float, default=90, help="of measurement; at least 3 turns")
+    parser.add_argument("--seconds", type=float, default=90, help="of warm-up and measurement; 2 turns at least")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to this file")
     options = parser.parse_args()
     launch.run(measure, (options,), world_size=options.world_size, backend="gloo")

@@ -155,6 +155,8 @@ def check_capture(groups: Sequence[Group], options: Iterable[str]) -> None:
                 way_out = "put it on the device of the parameters" if read else "pass a number"
                 raise RuntimeError(f"{name} is a tensor, and a CUDA graph keeps its value of the capture: {way_out}")
     for group in groups:
+        if group.get("period", 1) > 1:
+            raise RuntimeError(f"period is {group['period']}, and a CUDA graph repeats one kind of step: leave it out")
         for name, param in zip(group.get("param_names", count()), group["params"], strict=False):
             if param.requires_grad and param.grad is None:
                 raise RuntimeError(

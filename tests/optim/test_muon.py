@@ -149,13 +149,13 @@ def test_a_batch_is_its_matrices(monkeypatch, assert_same_bits):
     sizes = []
     real = newton_schulz.orthogonalize
     monkeypatch.setattr(
-        "ddpcore.optim.muon.orthogonalize", lambda m, **more: (sizes.append(len(m)), real(m, **more))[1]
+        "ddpcore.optim.matrices.orthogonalize", lambda m, **more: (sizes.append(len(m)), real(m, **more))[1]
     )
     together, apart = parameters([(6, 9)] * 5 + [(9, 6)]), parameters([(6, 9)] * 5 + [(9, 6)])
     give_gradients(0, together, apart)
     Muon(together).step()
     assert sizes == [6]
-    monkeypatch.setattr("ddpcore.optim.muon.MAX_BATCH", 2 * 54)
+    monkeypatch.setattr("ddpcore.optim.matrices.MAX_BATCH", 2 * 54)
     Muon(apart).step()
     assert sizes == [6, 2, 2, 2]
     for left, right in zip(together, apart, strict=True):
