@@ -1,4 +1,4 @@
-"""Synchronous SGD."""
+"""Synchronous SGD, and the averages of gradients that other strategies share."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Work
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
+from ddpcore.topology.base import Topology
+from ddpcore.topology.wrapped import BetweenGroups
 
 
-class SSGD(Strategy):
-    r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
+class GradientAverages(Strategy):
+    """A strategy that averages gradients of all learners, or of groups, in the steps whose ``plan`` says so.
 
-    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged
-    during the backward pass. When it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+    Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
+    DistributedDataParallel.
+
+    Args:
+        group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
+
+    Raises:
+        ValueError: it is no whole number of at least 1.
     """
 
-    name: ClassVar[str] = "ssgd"
-
-    def __init__(self) -> None:
+    def __init__(self, group: int = 1) -> None:
+        self.group = typed(f"{self.name}: group", group, int)
+        check_range(f"{self.name}: group", group, least=1)
         self._works: list[Work] = []
 
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(averages_gradients=True, stays_identical=True)
+    def _between(self, topology: Topology) -> Topology:
+        """A topology of the groups as one of their learners."""
+        return topology if self.group == 1 else BetweenGroups(self.group, topology)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -51,7 +59,8 @@ class SSGD(Strategy):
             self.after_backward(learner)  # raises the error of the connection if a rank died
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
-                "so its gradients are wrong: call zero_grad() and the model again"
+                "or inside another one (use_reentrant=True), so its gradients are wrong: call zero_grad() and the "
+                "model again, with use_reentrant=False"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
@@ -61,6 +70,23 @@ class SSGD(Strategy):
         for work in self._works:
             work.wait()
         self._works.clear()
+
+
+class SSGD(GradientAverages):
+    r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
+
+    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2).
+    """
+
+    name: ClassVar[str] = "ssgd"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(averages_gradients=True, stays_identical=True)
 
     def __repr__(self) -> str:
         return "SSGD()"

@@ -76,7 +76,8 @@ class StepRecorder:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
         exposed = None if self._spans is None else self._spans.seconds
-        waited, batches = self._trainer.handle.comm.waited, self._trainer.batches
+        handle, batches = self._trainer.handle, self._trainer.batches
+        is_alone = 1 < len(handle.comm.learners) == handle.comm.num_learners
         line = {
             "step": self._trainer.num_steps,
             "learners": list(self._trainer.learners),
@@ -85,7 +86,8 @@ class StepRecorder:
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,
             "overlapped": None if self._spans is None else self._spans.overlapped,
-            "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in waited.items()},
+            "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in handle.comm.waited.items()},
+            "consensus_distance": handle.consensus_distance() if is_alone else None,
         }
         self._lines.append((line, losses_L.detach().clone()))
         self.resume()
