@@ -22,7 +22,7 @@ from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
@@ -355,22 +355,21 @@ class LoopWatch:
         """Check that both flat buffers are where they were allocated."""
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
-            self._segments, self._grad_start = flat.segments, flat.grad_LP.data_ptr()
-            self._columns = sampled_columns(flat)
+            self._segments, self._columns = flat.segments, sampled_columns(flat)
             self._sizes = [view.numel() for view in flat.param_views]
             index = next((index for index, size in enumerate(self._sizes) if size), 0)
             self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
         index, offset = self._first  # of the first segment that is not empty
         if flat.param_LP.data_ptr() + offset != flat.param_pointers[index]:
             raise RuntimeError(_MOVED.format("parameters"))
-        if flat.grad_LP.data_ptr() != self._grad_start:
+        if flat.grad_start is not None and flat.grad_LP.data_ptr() != flat.grad_start:
             raise RuntimeError(_MOVED.format("gradients"))
 
     def _check_parameters(self) -> None:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()
-        if flat.current_grad_pointers() != flat.grad_pointers:  # the program has set grad.data
+        if flat.grad_start is not None and flat.current_grad_pointers() != flat.grad_pointers:  # set by program
             flat.renew_grad_views()
         parts = flat.locals(flat.parameters)
         found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
@@ -405,7 +404,7 @@ class LoopWatch:
         """
         learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
-        if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
+        if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.param_LP):
             return
         named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
         if not named:
@@ -437,7 +436,7 @@ class LoopWatch:
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(_gradient_of, flat.parameters))
-        if all(map(is_, gradients, flat.grad_views)):
+        if flat.grad_start is not None and all(map(is_, gradients, flat.grad_views)):
             sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
             num, rows = len(flat.segments), 1 if one_row else flat.num_rows

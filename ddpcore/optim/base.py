@@ -20,13 +20,14 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
 from ddpcore.ops.dtypes import wide
-from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, is_capturing, norm_squared_of
+from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import (
     Group,
     State,
     check_common,
     check_new,
     check_one_norm,
+    is_capturing,
     is_rounded,
     name_of,
     options_of,
@@ -183,6 +184,7 @@ class FusedOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.note_capture()
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad() does, in a tenth of its time
         try:
