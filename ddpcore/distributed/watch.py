@@ -254,8 +254,7 @@ class LoopWatch:
         views = self._flat.grad_views
         if not self._outside:
             return [*views]
-        refs = map(self._outside.get, self._flat.index)
-        found = (None if ref is None else ref() for ref in refs)
+        found = (ref and ref() for ref in map(self._outside.get, self._flat.index))
         return [view if one is None else one for view, one in zip(views, found, strict=True)]
 
     def _check_averaged(self) -> None:
@@ -344,8 +343,7 @@ class LoopWatch:
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
         if self._strategy.traits.averages_gradients:
-            if self._segments is not self._flat.segments:  # the gradients were moved into the buffer
-                self._outside = {}
+            self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
 
     def _versions(self) -> list[int]:
@@ -470,9 +468,8 @@ class LoopWatch:
             self._sent = self._sent[0], self._weight_bits()
         named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
         if named:
-            raise NonFiniteError(
-                [self._event(learner.comm.learners[row], name, "weights") for row, name in named.items()]
-            )
+            held = learner.comm.learners
+            raise NonFiniteError([self._event(held[row], name, "weights") for row, name in named.items()])
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""

@@ -106,7 +106,7 @@ class LearnerModels(nn.Module):
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
-        first, models = self.rows.start, self.models[self.rows.start : self.rows.stop]
+        first, models = self.rows.start, [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
         num_segments, param_LP = len(flat.segments), flat.param_LP[first : self.rows.stop]
         parameters = flat.parameters
         if len(models) < len(self.models):

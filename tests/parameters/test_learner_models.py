@@ -285,3 +285,15 @@ def test_copies_share_what_is_tied() -> None:
     assert second[0].bias is not model[0].bias and not second[0].bias.requires_grad
     assert second[1].weight is second[0].weight and second[0].weight is not model[0].weight
     assert second[2].same is second[2].running_mean and second[2].same is not model[2].same
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_a_call_registers_no_module(vectorize: bool) -> None:
+    """Else the checks of a loop would read the structure of all learners again in each step."""
+    models, seen = learners(nn.Linear(4, 2), 3, vectorize), []
+    hook = nn.modules.module.register_module_module_registration_hook(lambda *given: seen.append(given))
+    try:
+        models(torch.ones(3, 1, 4)).sum().backward()
+    finally:
+        hook.remove()
+    assert not seen
