@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
@@ -88,12 +88,13 @@ def check_divided(learner: Learner) -> None:
         RuntimeError: a gradient differs, or a rank does not step. Nothing was stepped.
     """
     flat, name = learner.flat, type(learner.optimizer).__name__
-    if learner.comm.num_learners == 1 or is_capturing(flat.grad_LP):
+    if learner.comm.num_learners == 1 or is_capturing(flat.param_LP):
         return
     grads = [parameter.grad for parameter in flat.parameters]
     missing = [index for index, grad in enumerate(grads) if grad is None]
-    none = torch.full((), crc32(repr(missing).encode()), dtype=torch.int64, device=flat.grad_LP.device)
-    is_inside = all(map(is_, grads, flat.grad_views))  # one sum, and on a device one kernel
+    none = torch.full((), crc32(repr(missing).encode()), dtype=torch.int64, device=flat.param_LP.device)
+    # One sum, and on a device one kernel, where the gradients lie in the flat buffer.
+    is_inside = flat.grad_start is not None and all(map(is_, grads, flat.grad_views))
     total = sum(_sum_of_numbers(grad) for grad in ([flat.grad_LP] if is_inside else grads) if grad is not None)
     everyone = learner.comm.gather(torch.stack([none, none + total])[None])
     if bool((everyone == everyone[0]).all()):

@@ -164,6 +164,7 @@ def _make_learner(
         bucket_bytes=connection.bucket_bytes,
         first_bucket_bytes=connection.first_bucket_bytes,
         shards=shards,
+        sends_gradients=strategy.traits.averages_gradients,
     )
     _add_learners(optimizer, models)
     learner = Learner(flat, comm, optimizer, models)
