@@ -122,14 +122,14 @@ def _apart(parameters: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
 
 
 def _average_frozen(result: nn.Module, learner: Learner) -> None:
-    """Overwrite frozen parameters of a copy with their mean over all learners, where learners differ. Collective.
+    """Overwrite untrained parameters of a copy with their mean over all learners, where learners differ. Collective.
 
     A teacher that follows its student is such a parameter. Sums of bits find them, so that equal ones are not sent.
     """
     columns = [
         (copied, own)
         for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
-        if not own[0].requires_grad and has_average(own[0]) and own[0].numel()
+        if id(own[0]) not in learner.flat.index and has_average(own[0]) and own[0].numel()
     ]
     if not columns:
         return

@@ -101,6 +101,19 @@ for part, of in PARTS.items():
     add(f"a_head_takes_part_in_{part}", partial(_takes_part, of=of))
 
 
+def _frozen_apart(run: Run) -> None:
+    """At the end each learner has frozen another layer, which changes nothing about the average of the weights."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    run.distribute(model, sgd(model))
+    for step in range(5):  # after an odd number of steps learners differ under local SGD, too
+        one_step(run, step)
+    for row, one in enumerate(run.models):
+        one[0 if (row if run.world == "virtual" else run.rank) else 2].requires_grad_(False)
+
+
+add("each_learner_has_frozen_another_layer", _frozen_apart)
+
+
 def _unfrozen(run: Run, begin: int) -> None:
     """Gradual unfreezing: frozen after ``distribute``, then trained."""
     model = Parts()
