@@ -16,16 +16,10 @@ from ddpcore.topology.wrapped import BetweenGroups
 
 
 class GradientAverages(Strategy):
-    """A strategy that averages gradients of all learners, or of groups, in the steps whose ``plan`` says so.
+    """A strategy that averages gradients of all learners, or of groups of ``group`` learners, as its ``plan`` says.
 
     Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
     DistributedDataParallel.
-
-    Args:
-        group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
-
-    Raises:
-        ValueError: it is no whole number of at least 1.
     """
 
     def __init__(self, group: int = 1) -> None:
@@ -64,6 +58,8 @@ class GradientAverages(Strategy):
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
+
+    bucket_ready.only_averages = True  # type: ignore[attr-defined]
 
     @override
     def after_backward(self, learner: Learner) -> None:
