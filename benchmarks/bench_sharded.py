@@ -82,12 +82,12 @@ def step_of(name: str, options: argparse.Namespace, mesh: DeviceMesh) -> Callabl
     return step
 
 
-def held() -> dict[int, int]:
-    """The bytes of all memory that tensors of this process use, by address."""
+def held() -> dict[int, Any]:
+    """All memory that tensors of this process use, by address."""
     gc.collect()
     found = [getattr(one, "_local_tensor", one) for one in gc.get_objects() if issubclass(type(one), Tensor)]
     storages = [one.untyped_storage() for one in found]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def run_turn(step: Callable[[], Any]) -> tuple[float, float]:
@@ -111,10 +111,10 @@ def measure(world: launch.World, options: argparse.Namespace) -> None:
     steps: dict[str, Callable[[], Any]] = {}
     memory: dict[str, float] = {}
     for name in ("FSDP2 alone", *options.strategies):
-        before = held()
+        before = held()  # alive, so that no address is used again
         steps[name] = step_of(name, options, mesh)
         run_turn(steps[name])  # warms up, and makes all state
-        memory[name] = sum(size for address, size in held().items() if address not in before) / numel
+        memory[name] = sum(one.nbytes() for address, one in held().items() if address not in before) / numel
     turns: list[list[tuple[float, float]]] = []
     while len(turns) < 2 or is_time(start, options.seconds):
         turns.append([run_turn(step) for step in steps.values()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 import sys
 from functools import partial
@@ -23,7 +22,7 @@ import ddpcore
 from ddpcore import Connection, Policies
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
-from helpers import oracle
+from helpers import oracle, sharded_memory
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
 from helpers.sharded_models import FEATURES, net, sharded
@@ -312,42 +311,6 @@ def refused(place: Place) -> dict[str, str]:
     return texts
 
 
-HELD: dict[str, Callable[[], Any]] = {
-    "ssgd": ddpcore.SSGD,
-    "dpsgd": ddpcore.DPSGD,
-    "dpsgd_atc": lambda: ddpcore.DPSGD(order="adapt_then_combine"),
-    "local_sgd": lambda: ddpcore.LocalSGD(2),
-    "outer": lambda: ddpcore.LocalSGD(2, outer=partial(torch.optim.SGD, lr=1.0)),
-    "outer_momentum": lambda: ddpcore.LocalSGD(2, outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9)),
-}
-
-
-def held() -> dict[int, int]:
-    """The bytes of all memory that tensors of this process use, by address."""
-    gc.collect()
-    found = [getattr(one, "_local_tensor", one) for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in found)}
-
-
-def memory(place: Place) -> dict[str, float]:
-    """What tensors hold after a step beyond those of FSDP2 alone, in bytes for each parameter of the shards."""
-    found: dict[str, float] = {}
-    for name, make in {"alone": None, **HELD}.items():
-        before = held()
-        model = nn.Linear(64, 64)
-        fully_shard(model, mesh=place.mesh["shard"])
-        optimizer, connection = FusedAdamW(model.parameters()), Connection(transport="pg")
-        if make is not None:
-            ddpcore.distribute(model, optimizer, make(), mesh=place.mesh["learners"], connection=connection)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
-        numel = sum(parameter.to_local().numel() for parameter in model.parameters())
-        found[name] = sum(size for address, size in held().items() if address not in before) / numel
-    return {name: value - found["alone"] for name, value in found.items()}
-
-
 RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
 
 
@@ -376,7 +339,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
-        "memory": memory(two),
+        "memory": sharded_memory.beyond_fsdp(two.mesh),
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
         "refused": {**refused(two), **refused_states(two, folder)},
     }
