@@ -222,6 +222,7 @@ class DPSGD(GradientAverages):
             averages_gradients=self.group > 1,
             group=self.group,
             takes_closure=False,  # the gradient must be computed before the average
+            fixed_layout=self.group > 1,  # columns are sent before the first backward pass, which orders the buffer
             overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None and self.group == 1,
             no_deaths=no_deaths,
