@@ -40,7 +40,7 @@ from ddpcore.topology.pairs import Matching, RandomPair
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
-from ddpcore.topology.wrapped import Hierarchical
+from ddpcore.topology.wrapped import Hierarchical, Weighted
 
 __version__ = VERSION
 
@@ -85,6 +85,7 @@ __all__ = [
     "Topology",
     "Torus2D",
     "Traits",
+    "Weighted",
     "distribute",
     "join",
 ]

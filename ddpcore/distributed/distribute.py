@@ -127,7 +127,7 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
     num_first = comm.num_learners if comm.membership is None else comm.membership.first
     strategy.setup(num_first, dtype)
     if comm.membership is not None:
-        check_deaths(strategy)
+        check_deaths(strategy, num_first)
     if comm.num_learners > 1:
         check_transport(strategy, comm.transport)
     if strategy.traits.group > 1:
@@ -166,7 +166,9 @@ def _make_learner(
         shards=shards,
     )
     _add_learners(optimizer, models)
-    learner = Learner(flat, comm, optimizer, models)
+    kept = None if strategy.topology is None else strategy.topology.kept_weights(comm.num_learners)
+    shares = None if kept is None else torch.from_numpy(kept)
+    learner = Learner(flat, comm, optimizer, models, shares=shares)
     if not is_newcomer:
         _start_alike(learner)
     return learner

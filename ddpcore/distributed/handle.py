@@ -42,6 +42,19 @@ class Distributed:
         self.nonfinite: list[NonFinite] = []
 
     @property
+    def num_samples(self) -> int | Sequence[int] | None:
+        """The samples of the loss of each learner held here, which the loop sets before its backward pass.
+
+        A strategy with ``weights="samples"`` reads them: a number, or a sequence of one for each virtual learner.
+        """
+        return None if self.learner is None else self.learner.num_samples
+
+    @num_samples.setter
+    def num_samples(self, num: int | Sequence[int]) -> None:
+        if self.learner is not None:
+            self.learner.num_samples = num
+
+    @property
     def learners_run(self) -> str:
         """How virtual learners run, and why: ``together: ...`` in vmap, or ``in turn: ...``. Empty for real ranks."""
         return ""

@@ -274,7 +274,8 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
         flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        if self._buckets is None or watch.averaged or not watch.num_passes or not plan.averages_gradients:
+        has_pass = watch.num_passes or self.learner.num_samples == 0  # a learner without samples needs none
+        if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
             return
         if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
             self._buckets.finish_without_pass()

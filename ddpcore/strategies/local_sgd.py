@@ -20,6 +20,7 @@ from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import SSGD
+from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
 from ddpcore.topology.wrapped import Slowed
@@ -33,6 +34,7 @@ class _Average:
     transfer: Work | Exchange | None  # None if it is complete
     decode: Callable[[Tensor], Tensor] | None = None  # of messages, uint8 [1, Y]
     group: int = 1  # so many learners have sent the same message
+    shares: Tensor | None = None  # [n], of messages
 
     def finish(self) -> None:
         """Wait, and compute the average."""
@@ -43,7 +45,11 @@ class _Average:
         elif self.transfer is not None and self.decode is not None:
             found = self.transfer.rows(self.rows)
             messages = {learner // self.group: found[learner][None] for learner in sorted(found)}  # one of each group
-            self.rows = reduce(torch.add, map(self.decode, messages.values())) / len(messages)  # in one order
+            rows = {number: self.decode(message) for number, message in messages.items()}
+            if self.shares is not None:
+                shares = self.shares.view(-1, self.group).mean(dim=1).tolist()
+                rows = {number: row * shares[number] for number, row in rows.items()}
+            self.rows = reduce(torch.add, rows.values()) / len(rows)  # in one order
         self.transfer = None
 
 
@@ -87,6 +93,10 @@ class LocalSGD(SSGD):
         group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
             them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
             so a group may be a host. 1: each learner steps alone.
+        weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
+            the last average, where the loop sets ``handle.num_samples`` in each step; or ``tokens``, samples x samples
+            / steps (Decoupled DiLoCo, 2604.21428). With ``topology`` take :class:`~ddpcore.Weighted` instead. In
+            groups, and before ``switch_step``, gradients are weighted as those of :class:`SSGD`.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
@@ -110,8 +120,9 @@ class LocalSGD(SSGD):
         compression: CodecLike = None,
         error_decay: float = 1.0,
         group: int = 1,
+        weights: Weights = None,
     ) -> None:
-        super().__init__()
+        super().__init__(weights)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range(f"{self.name}: period", period, least=1)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
@@ -130,6 +141,10 @@ class LocalSGD(SSGD):
         if group > 1 and topology is not None:
             raise ValueError(
                 f"local_sgd: group is {group} and neighbours average by topology: leave group or topology out"
+            )
+        if weights is not None and topology is not None:
+            raise ValueError(
+                "local_sgd: neighbours average by topology: leave weights out and take Weighted(topology, weights)"
             )
         self._num_fragments = check_fragments(fragments, period)
         for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
@@ -154,6 +169,8 @@ class LocalSGD(SSGD):
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
         self._under_way: dict[int, _Average] = {}  # by part
+        self._counts: list[Tensor] = []  # samples of the learners held here since the last average of each part, [L]
+        self._kept: Tensor | None = None  # the shares of the last average
         self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
@@ -166,6 +183,8 @@ class LocalSGD(SSGD):
             options += f", compression={self.compression}, error_decay={self.error_decay}"
         if self.group > 1:
             options += f", group={self.group}"
+        if self.weights is not None:
+            options += f", weights={self.weights!r}"
         return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
 
     @property
@@ -199,6 +218,7 @@ class LocalSGD(SSGD):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        super().setup(num_learners, dtype)
         if self.topology is not None:
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
@@ -212,6 +232,8 @@ class LocalSGD(SSGD):
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
         self._lay_out(learner)
+        if isinstance(self.weights, str) and learner.step >= self.switch_step:
+            self._counts = [count + own_samples(learner) for count in self._counts]
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
             self._anchor = self._new_anchor(learner, self.outer)
 
@@ -237,6 +259,9 @@ class LocalSGD(SSGD):
             else None
             for _, begin, end in self._parts
         ]
+        self._counts = [torch.zeros(len(comm.learners), dtype=torch.float64, device="cpu") for _ in self._parts]
+        if self.weights is not None and not isinstance(self.weights, str):
+            learner.shares = shares_of(self.name, self.weights, learner, None)
 
     def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
         weights_LP = learner.flat.param_LP
@@ -247,14 +272,19 @@ class LocalSGD(SSGD):
         _, begin, end = self._parts[index]
         weights_LX, copy_LX = learner.flat.param_LP[:, begin:end], self._copies[index]
         learner.check_sent(weights_LX)
+        shares = shares_of(self.name, self.weights, learner, self._counts[index])
+        if self.weights is not None:
+            self._kept = learner.shares = shares
+            self._counts[index] = torch.zeros_like(self._counts[index])
         if self._feedback is not None:
             assert self._anchor is not None
             message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
             decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
             transfer = learner.comm.exchange(message, Across(self.group), learner.step - 1)
-            return _Average(message, transfer, decode, self.group)
+            return _Average(message, transfer, decode, self.group, shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._rounds is None:
+            scale_(rows_LX, shares, learner)
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
         if self.overlap:
             return _Average(rows_LX, learner.comm.exchange(rows_LX, self._rounds, learner.step - 1))
@@ -296,6 +326,8 @@ class LocalSGD(SSGD):
         return {
             "anchor": None if self._anchor is None else self._anchor.state_dict(),
             "errors": {} if self._feedback is None else self._feedback.state_dict(),
+            "counts": self._counts,
+            "shares": self._kept,
             "averages": {index: average.rows for index, average in self._under_way.items()},
         }
 
@@ -304,6 +336,9 @@ class LocalSGD(SSGD):
         for average in self._under_way.values():
             average.finish()
         self._lay_out(learner)
+        if isinstance(self.weights, str):
+            self._counts = [count.clone() for count in state["counts"]] or self._counts
+            self._kept = learner.shares = state["shares"]
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)

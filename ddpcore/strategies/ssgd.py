@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Work
 from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of, weights_of
+from ddpcore.topology.base import relative
 
 
 class SSGD(Strategy):
@@ -17,17 +20,32 @@ class SSGD(Strategy):
 
     ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged
     during the backward pass. When it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+
+    Args:
+        weights: p, how much each learner counts: the mean is ``sum_k p_k g_k / sum_k p_k``. Numbers, or ``samples``:
+            the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
+            ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
+
+    Raises:
+        ValueError: a weight is negative, all are 0, or there is not one for each learner.
     """
 
     name: ClassVar[str] = "ssgd"
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights = None) -> None:
+        self.weights = weights_of(self.name, weights)
         self._works: list[Work] = []
+        self._shares: Tensor | None = None  # [n], of this backward pass
 
     @property
     @override
     def traits(self) -> Traits:
         return Traits(averages_gradients=True, stays_identical=True)
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        if self.weights is not None and not isinstance(self.weights, str):
+            relative(self.name, self.weights, num_learners)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -54,6 +72,9 @@ class SSGD(Strategy):
                 "so its gradients are wrong: call zero_grad() and the model again"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
+        if is_first:
+            self._shares = shares_of(self.name, self.weights, learner, own_samples(learner), size)
+        scale_(columns, self._shares, learner)
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
 
     @override
@@ -63,4 +84,4 @@ class SSGD(Strategy):
         self._works.clear()
 
     def __repr__(self) -> str:
-        return "SSGD()"
+        return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"
