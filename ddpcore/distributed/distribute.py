@@ -231,7 +231,11 @@ def _baseline(
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out{more}")
     _check_unused(model)
     comm = strategy.connect(group)
-    return Distributed(strategy.wrap(model, group), comm)
+    handle = Distributed(strategy.wrap(model, group), comm)
+    if comm.num_learners > 1:
+        handle.model.register_forward_pre_hook(handle.phases.begin_forward)
+        handle.model.register_forward_hook(handle.phases.end_forward)
+    return handle
 
 
 def _given(options: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
+from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
@@ -39,6 +40,7 @@ class Distributed:
         self.model = model
         self.comm = comm
         self.spans: Spans | None = None
+        self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
     @property
@@ -186,6 +188,24 @@ class Distributed:
             raise ValueError(f"learner {learner} is not among those that are left, {list(members)}")
         left = tuple(one for one in members if one != learner)
         self.play([Change(operation=operation, step=None, members=left, lost=(learner,))])
+
+    def slow_ranks(self) -> list[SlowRank]:
+        """The ranks for which the others wait, and in which phase of the step they lose the time. Collective.
+
+        The counter covers the steps since the last call, without the first one of all. Nobody is named if the others
+        wait less than 10 % of a step, or if no rank explains 80 % of their waiting. Call it before an evaluation.
+        """
+        rows_LX = torch.tensor([self.phases.row()] * len(self.comm.learners), dtype=torch.float64, device="cpu")
+        everyone = self.comm.gather(rows_LX.to(self._device))[:: len(self.comm.learners)].tolist()
+        self.phases.restart()
+        if len(everyone) < 2 or min(row[0] for row in everyone) < 1:
+            return []
+        own = {rank: tuple(one / row[0] for one in row[1:4]) for rank, row in enumerate(everyone)}
+        return slow_ranks(own, {rank: row[4] / row[0] for rank, row in enumerate(everyone)})
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
@@ -30,6 +31,7 @@ from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
 from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.watch import LoopWatch
@@ -56,6 +58,7 @@ class HookedDistributed(Distributed):
     ) -> None:
         super().__init__(model, learner.comm)
         self.spans = self._span = Spans(learner.comm)
+        self.phases = PhaseClock(self.spans)
         self.learner = learner
         self.strategy = strategy
         self._state_sync = state_sync
@@ -81,11 +84,14 @@ class HookedDistributed(Distributed):
 
     def _register_forward_hooks(self) -> None:
         hook = _ForwardHook(self)
+        self._leave_hook: RemovableHandle | None = None
         first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
+        elif self.comm.num_learners > 1:
+            self._leave_hook = self.model.register_forward_hook(hook.leave)
 
     @property
     @override
@@ -133,6 +139,8 @@ class HookedDistributed(Distributed):
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
+        if self._leave_hook is not None:
+            model._forward_hooks.pop(self._leave_hook.id, None)
         return model
 
     @override
@@ -198,6 +206,7 @@ class HookedDistributed(Distributed):
             self._buckets.restart()
         for observer in self.observers:
             observer.before_forward(self.learner)
+        self.phases.begin_forward()
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
@@ -339,7 +348,7 @@ class _ForwardHook:
 
     def __init__(self, handle: HookedDistributed) -> None:
         reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
-        exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
+        exclude_from_compilation(_ForwardHook, "__call__", "leave", reason=reason)
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
@@ -370,8 +379,10 @@ class _ForwardHook:
         )
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """After a call of ``handle.model``, also after an error."""
+        """After a call of ``handle.model``, of virtual learners also after an error."""
         self._is_inside = False
+        if (handle := self._handle()) is not None:
+            handle.phases.end_forward(module, inputs, outputs)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()

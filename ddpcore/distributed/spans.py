@@ -26,6 +26,7 @@ class Spans:
             ranks include the wait.
         overlapped: host seconds between a call that started a transfer to other processes and the call that waited for
             it, without ``seconds``. So at most this much communication was hidden behind computation.
+        total: host seconds in all ranges so far, if there are other ranks: always measured.
 
     Args:
         comm: its ``bytes_sent`` says whether a call started a transfer.
@@ -33,10 +34,11 @@ class Spans:
 
     def __init__(self, comm: Communicator) -> None:
         self.seconds: float | None = None
-        self.overlapped = 0.0
+        self.overlapped = self.total = 0.0
         self._comm = comm
         self._has_others = len(comm.learners) < comm.num_learners
         self._is_inside = False
+        self._depth, self._entered = 0, 0.0  # of ranges, for the total
         self._open: tuple[float, float] | None = None  # the end of the range that started a transfer, seconds so far
 
     def start(self) -> None:
@@ -51,14 +53,26 @@ class Spans:
         """The range ``ddpcore::name``. A range inside another one is counted once."""
         measured = self.seconds is not None and not self._is_inside
         profiled = torch.autograd._profiler_enabled()
-        return self._range(name, measured, profiled) if measured or profiled else _NOTHING
+        if measured or profiled:
+            return self._range(name, measured, profiled)
+        return self if self._has_others else _NOTHING
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._entered = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.total += time.perf_counter() - self._entered
 
     @contextmanager
     def _range(self, name: str, measured: bool, profiled: bool) -> Iterator[None]:
         began, sent = time.perf_counter(), self._comm.bytes_sent
         self._is_inside = self._is_inside or measured
         try:
-            with torch.profiler.record_function(f"ddpcore::{name}") if profiled else _NOTHING:
+            with self, torch.profiler.record_function(f"ddpcore::{name}") if profiled else _NOTHING:
                 yield
         finally:
             if measured:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpcore.display.chart import Chart, Series, finite
+from ddpcore.distributed.phases import slow_ranks
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
@@ -43,7 +44,7 @@ def timeline_sections(run: Run, name: str) -> list[Section]:
     waits = _waits(found, steps)
     if waits is not None:
         tables.append(waits)
-    lines = _sentences(found, steps) if steps else []
+    lines = [*_named(found, steps), *_sentences(found, steps)] if steps else []
     charts = [
         _heat(found, steps, "exposed", "Exposed averaging of each rank at each step"),
         _heat(found, steps, "compute", "Compute of each rank at each step"),
@@ -81,6 +82,22 @@ def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
     rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]
     headings = ["waits for, ms in all", *(f"rank {rank}" for rank in ranks)]
     return TableData(title="Time that the rank of a row waited for the rank of a column", headings=headings, rows=rows)
+
+
+def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
+    """A sentence for each rank for which the others wait."""
+    means = {
+        key: {
+            rank: statistics.fmean(finite(lines[step].get(key)) or 0.0 for step in steps)
+            for rank, lines in found.items()
+        }
+        for key in ("forward", "backward", "compute", "exposed")
+    }
+    own = {
+        rank: (forward, backward := means["backward"][rank], means["compute"][rank] - forward - backward)
+        for rank, forward in means["forward"].items()
+    }
+    return [f"{str(one).capitalize()}." for one in slow_ranks(own, means["exposed"])]
 
 
 def _sentences(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:

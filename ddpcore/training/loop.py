@@ -34,9 +34,10 @@ class StepRecorder:
     if it grows in the run; ``seconds`` since the last step ended (without evaluations, checkpoints and checks of
     the loss); ``exposed``, the seconds in which the rank averaged or waited for others and did nothing else;
     ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
-    yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
-    each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
-    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
+    yet needed, so that at most this much communication was hidden; ``forward`` and ``backward``, the seconds of own
+    work in these passes; and ``waits``, the seconds that it waited for each other rank (only over shared memory). With
+    ``ddp``, ``exposed`` is the wait at the end of the backward pass, and ``overlapped`` is None. On a GPU each step
+    waits for the device, so that the times are the work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
@@ -67,7 +68,8 @@ class StepRecorder:
         """Begin to measure a step: at the start, and after a pause for an evaluation, a checkpoint or a check."""
         if self._spans is not None:
             self._spans.start()
-        self._waited = dict(self._trainer.handle.comm.waited)
+        self._waited, phases = dict(self._trainer.handle.comm.waited), self._trainer.handle.phases
+        self._before = phases.forward, phases.backward, phases.waited
         self._began = time.perf_counter()
 
     def add(self, losses_L: Tensor) -> None:
@@ -75,7 +77,11 @@ class StepRecorder:
         if losses_L.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
-        exposed = None if self._spans is None else self._spans.seconds
+        phases = self._trainer.handle.phases
+        now = phases.forward, phases.backward, phases.waited
+        forward, backward, hidden = (new - old for new, old in zip(now, self._before, strict=True))
+        has_others = self._trainer.handle.comm.num_learners > 1
+        exposed = self._spans.seconds if self._spans is not None else hidden if has_others else None
         waited, batches = self._trainer.handle.comm.waited, self._trainer.batches
         line = {
             "step": self._trainer.num_steps,
@@ -84,6 +90,8 @@ class StepRecorder:
             "seconds": seconds,
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,
+            "forward": forward,
+            "backward": backward,
             "overlapped": None if self._spans is None else self._spans.overlapped,
             "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in waited.items()},
         }

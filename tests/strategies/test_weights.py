@@ -227,7 +227,7 @@ GOSSIP = {
 def test_gossip_finds_the_minimum_of_the_weighted_loss(name: str, base: Any) -> None:
     """The mean that is kept is the weighted one: with equal curvatures it is exact, though learners stay apart."""
     run = Run(GOSSIP[name](Weighted(base, P)))
-    weights = run.step(200)
+    weights = run.step(900 if name == "tracking" else 200)  # slow on a star
     found = (torch.from_numpy(P)[:, None] * weights).sum(0) / P.sum()
     torch.testing.assert_close(found, WEIGHTED, rtol=0, atol=2e-6)
     if name == "tracking":  # each learner is there
@@ -256,8 +256,8 @@ def test_outer_steps_weight_pseudo_gradients(options: Any) -> None:
     """phi <- phi - lr (phi - m) with the weighted m; groups average weighted gradients, so they go to their minimum."""
     outer = lambda p: torch.optim.SGD(p, lr=0.5)  # noqa: E731
     run = Run(LocalSGD(2, outer=outer, weights=P, **options))
-    weights = run.step(120)
-    tolerance = 2e-2 if "compression" in options else 1e-5
+    weights = run.step(300)
+    tolerance = 6e-3 if "compression" in options else 1e-5  # half a step of int8 of the largest change, 1.3
     torch.testing.assert_close(weights, WEIGHTED.expand(N, 2), rtol=0, atol=tolerance)
 
 
