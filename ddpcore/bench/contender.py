@@ -202,8 +202,8 @@ def build_contender(
         return Contender(name, None, resolved.config.strategy(name))
     strategy = HIDDEN.get(name, name)
     data = resolved.training.data
-    share = data.learners_batch[world.rank] if data.learners_batch else data.batch_size // resolved.world_size
-    share = share if name == COMPUTE else None
+    own_size = data.learners_batch[world.rank] if data.learners_batch else data.batch_size // resolved.world_size
+    share = own_size if name == COMPUTE else None
     own = ddp_options(bucket_mb) if STRATEGIES.takes(strategy, "bucket_cap_mb") else {}
     config = resolved.train_config(strategy, options=own, batch_size=share)
     options: dict[str, Any] = {}

@@ -29,12 +29,15 @@ class Distributed:
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
+        num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
+            backward pass. A number; for virtual learners a sequence of one for each.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
             :class:`ddpcore.data.ResharedBatches`.
     """
 
     learner: Learner | None = None
     deals: Resharding = ()
+    num_samples: int | Sequence[int] | None = None
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
@@ -42,19 +45,6 @@ class Distributed:
         self.spans: Spans | None = None
         self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
-
-    @property
-    def num_samples(self) -> int | Sequence[int] | None:
-        """The samples of the loss of each learner held here, which the loop sets before its backward pass.
-
-        A strategy with ``weights="samples"`` reads them: a number, or a sequence of one for each virtual learner.
-        """
-        return None if self.learner is None else self.learner.num_samples
-
-    @num_samples.setter
-    def num_samples(self, num: int | Sequence[int]) -> None:
-        if self.learner is not None:
-            self.learner.num_samples = num
 
     @property
     def learners_run(self) -> str:
@@ -192,20 +182,16 @@ class Distributed:
     def slow_ranks(self) -> list[SlowRank]:
         """The ranks for which the others wait, and in which phase of the step they lose the time. Collective.
 
-        The counter covers the steps since the last call, without the first one of all. Nobody is named if the others
-        wait less than 10 % of a step, or if no rank explains 80 % of their waiting. Call it before an evaluation.
+        It covers the steps since the last call, so the first call after a warm-up drops that. Nobody is named if the
+        others wait less than 10 % of a step, or if no rank explains 80 % of the waiting. Call it before an evaluation.
         """
-        rows_LX = torch.tensor([self.phases.row()] * len(self.comm.learners), dtype=torch.float64, device="cpu")
-        everyone = self.comm.gather(rows_LX.to(self._device))[:: len(self.comm.learners)].tolist()
+        device, num_rows = next(self.model.parameters()).device, len(self.comm.learners)
+        rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu")
+        everyone = self.comm.gather(rows_LX.to(device))[::num_rows].tolist()
         self.phases.restart()
-        if len(everyone) < 2 or min(row[0] for row in everyone) < 1:
-            return []
-        own = {rank: tuple(one / row[0] for one in row[1:4]) for rank, row in enumerate(everyone)}
-        return slow_ranks(own, {rank: row[4] / row[0] for rank, row in enumerate(everyone)})
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        own = {rank: tuple(one / row[0] for one in row[1:]) for rank, row in enumerate(everyone) if row[0]}
+        few = len(own) < max(2, len(everyone))
+        return [] if few else slow_ranks({k: v[:3] for k, v in own.items()}, {k: v[3] for k, v in own.items()})
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

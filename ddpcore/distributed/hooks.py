@@ -212,6 +212,7 @@ class HookedDistributed(Distributed):
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
     def _bucket_ready(self, columns: Tensor) -> None:
+        self.learner.num_samples = self.num_samples
         if self.strategy.plan(self.learner.step).averages_gradients:
             self._watch.note_message(columns)
             for observer in self.observers:
@@ -283,7 +284,7 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
         flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        has_pass = watch.num_passes or self.learner.num_samples == 0  # a learner without samples needs none
+        has_pass = watch.num_passes or self.num_samples == 0  # a learner without samples needs none
         if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
             return
         if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
@@ -292,6 +293,7 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        learner.num_samples = self.num_samples
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
@@ -310,6 +312,7 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
+        self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
             if self.strategy.plan(self.learner.step - 1).weights:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology.base import checked_weights, relative
+from ddpcore.topology.base import checked_weights
 
 Weights = Sequence[float] | str | None
 """A number for each learner, one of ``COUNTED``, or None: all learners count alike."""
@@ -33,7 +33,7 @@ def weights_of(name: str, wanted: Weights) -> Weights:
 def own_samples(learner: Learner) -> Tensor:
     """The samples of this step, float64 ``[L]``; NaN where the loop has not set them."""
     num, rows = learner.num_samples, len(learner.comm.learners)
-    counts = [num] * rows if num is None or isinstance(num, int | float) else [*num]
+    counts: list[int | None] = [num] * rows if num is None or isinstance(num, int) else [*num]
     counts = counts if len(counts) == rows else [None] * rows
     return torch.tensor([float("nan") if one is None else one for one in counts], dtype=torch.float64, device="cpu")
 
@@ -41,14 +41,14 @@ def own_samples(learner: Learner) -> Tensor:
 def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | None, size: int = 0) -> Tensor | None:
     """The weight of each learner divided by the mean weight, float64 ``[n]``; None if all are equal.
 
-    Collective if the weights are counted.
+    Collective if weights are counted.
 
     Args:
         name: of the strategy, for messages.
         weights: see :data:`Weights`.
         learner: its connection.
         counts_L: the samples of the learners held here.
-        size: so many consecutive learners average, and the mean is the mean of each such group; 0: all.
+        size: learners of each group, whose mean divides; 0: all are one group.
 
     Raises:
         ValueError: on all learners: a number of samples is negative or was not set, or all are 0.
@@ -67,14 +67,12 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
             )
         weights = (all_n.square() if weights == "tokens" else all_n).tolist()
     size = size or num
-    parts = [weights[begin : begin + size] for begin in range(0, num, size)]
-    if any(not any(part) for part in parts):
-        raise ValueError(f"{name}: no learner of {'a group' if size < num else 'all'} has a sample: leave the step out")
-    found = [relative(name, part, size) for part in parts]
-    if all(part is None for part in found):
-        return None
-    ones = torch.ones(size, dtype=torch.float64, device="cpu")
-    return torch.cat([ones if part is None else torch.from_numpy(part) for part in found])
+    table = torch.tensor(weights, dtype=torch.float64, device="cpu").view(-1, size)
+    if not bool(table.any(dim=1).all()):
+        raise ValueError(
+            f"{name}: all learners{' of a group' if size < num else ''} have 0 samples: leave the step out"
+        )
+    return None if bool((table == table[:, :1]).all()) else (table / table.mean(dim=1, keepdim=True)).view(-1)
 
 
 def scale_(rows_LX: Tensor, shares_n: Tensor | None, learner: Learner) -> None:

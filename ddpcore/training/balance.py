@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from ddpcore.comm.groups import default_group, gather_objects
+from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.data import Dataset
 from ddpcore.training.build import LearnerPlacement, build_model
 from ddpcore.training.trainer import learner_losses
@@ -38,16 +39,22 @@ def balanced(placement: LearnerPlacement, dataset: Dataset) -> LearnerPlacement:
 
 
 def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> float:
-    """Median seconds of a forward and backward pass of this rank with so many samples, with weights of its own."""
+    """Median seconds of a forward and backward pass of this rank with so many samples, with weights of its own.
+
+    On an emulated link they are those of its clocks.
+    """
+    link = placement.config.strategy.link
+    slow = 1.0 if link is None or placement.world.rank else Link.parse(link).slow
+    now = time.perf_counter if link is None else LearnerClock(slow).now
     with torch.random.fork_rng(devices=[]):
         model, found = build_model(placement.config, dataset, placement.device), []
         inputs, labels = dataset.train.batch(torch.arange(size, device="cpu"), 0)
         for _ in range(1 + REPEATS):  # the first is a warm-up
-            begin = time.perf_counter()
+            begin = now()
             learner_losses(model(inputs).float(), labels, stacked=False).sum().backward()
             if placement.device.type == "cuda":
                 torch.cuda.synchronize()
-            found.append(time.perf_counter() - begin)
+            found.append(now() - begin)
     return median(found[1:])
 
 

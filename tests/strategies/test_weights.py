@@ -314,7 +314,7 @@ def test_samples_that_are_not_set(bad: Any) -> None:
     run.optimizer.zero_grad()
     if bad is not None:
         run.handle.num_samples = bad
-    with pytest.raises(ValueError, match=r"num_samples of learner|has a sample"):
+    with pytest.raises(ValueError, match=r"num_samples of learner|have 0 samples"):
         run.handle.model(MINIMA.float()).sum().backward()
     assert weights_of_learners(run.handle).eq(0).all()
 
