@@ -36,7 +36,7 @@ def measured(strategy: dict[str, Any], balance: bool, args: argparse.Namespace) 
     """Samples per second of all ranks, the median of the epochs after the first, and the batch of each."""
     config = TrainConfig.from_dict({
         "model": args.model,
-        "data": {"batch_size": args.batch_size, "num_train": 10 * args.batch_size, "balance": balance},
+        "data": {"batch_size": args.batch_size, "balance": balance},
         "strategy": {**strategy, "learners": RANKS, "link": f"{args.link},slow={SLOW:g}"},
         "run": {"epochs": args.epochs, "evaluate_every": 0, "checkpoint_every": 0, "device": "cpu"},
     })  # fmt: skip
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="lenet5")
     parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
-    parser.add_argument("--epochs", type=int, default=4, help="of ten steps")
+    parser.add_argument("--epochs", type=int, default=10, help="of 1000 samples")
     parser.add_argument("--link", default="10Gb/s,50us")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
