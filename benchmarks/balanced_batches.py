@@ -16,11 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ddpcore.records.run import RunRecord
 from ddpcore.runtime import launch
+from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
-from ddpcore.training import TrainConfig
-from ddpcore.training.run import train_rank
+from ddpcore.training import TrainConfig, train
 
 RANKS, SLOW = 4, 2.0
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -32,38 +31,37 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(strategy: dict[str, Any], balance: bool, args: argparse.Namespace) -> tuple[float, list[int]]:
-    """Samples per second of all ranks, the median of the epochs after the first, and the batch of each."""
+def measured(
+    world: World, strategy: dict[str, Any], balance: bool, args: argparse.Namespace, out: Path
+) -> tuple[float, list[int]]:
+    """Samples per second of all ranks, the median of the epochs after the first, and the batch of each. Collective."""
     config = TrainConfig.from_dict({
         "model": args.model,
         "data": {"batch_size": args.batch_size, "balance": balance},
         "strategy": {**strategy, "learners": RANKS, "link": f"{args.link},slow={SLOW:g}"},
         "run": {"epochs": args.epochs, "evaluate_every": 0, "checkpoint_every": 0, "device": "cpu"},
     })  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "run"
-        launch.run(train_rank, (config, out, False, False), world_size=RANKS, backend="gloo")
-        record = RunRecord.read(out)
-        sizes = record.header["config"]["data"]["learners_batch"] or [args.batch_size // RANKS] * RANKS
-        return median(row["samples_per_s"] for row in record.epochs[1:]), sizes
+    record = train(config, out=out, world=world)
+    sizes = record.header["config"]["data"]["learners_batch"] or [args.batch_size // RANKS] * RANKS
+    return median(row["samples_per_s"] for row in record.epochs[1:]), sizes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="lenet5")
-    parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
-    parser.add_argument("--epochs", type=int, default=10, help="of 1000 samples")
-    parser.add_argument("--link", default="10Gb/s,50us")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+def run_rank(world: World, args: argparse.Namespace, folder: str) -> None:
     rates: dict[tuple[str, bool], list[float]] = {}
     sizes: dict[tuple[str, bool], list[int]] = {}
-    for _ in range(args.rounds):
+    for number in range(args.rounds):
         for name, strategy in STRATEGIES.items():
             for balance in (False, True) if name != "alone" else (False,):
-                rate, sizes[name, balance] = measured(strategy, balance, args)
+                out = Path(folder) / f"{number} {name} {balance}"
+                rate, sizes[name, balance] = measured(world, strategy, balance, args, out)
                 rates.setdefault((name, balance), []).append(rate)
+    if world.rank == 0:
+        report(rates, sizes, args)
+
+
+def report(
+    rates: dict[tuple[str, bool], list[float]], sizes: dict[tuple[str, bool], list[int]], args: argparse.Namespace
+) -> None:
     # The run ends with its slowest rank, so alone a fast one takes SLOW times as many samples as the slow one.
     together = (1 + (RANKS - 1) * SLOW) / RANKS
     alone = [together * rate for rate in rates.pop(("alone", False))]
@@ -81,6 +79,19 @@ def main() -> None:
     if args.json is not None:
         about = {**machine("cpu"), **vars(args)}
         args.json.write_text(json.dumps({"about": {k: str(v) for k, v in about.items()}, "rows": rows}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="lenet5")
+    parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
+    parser.add_argument("--epochs", type=int, default=10, help="of 1000 samples")
+    parser.add_argument("--link", default="10Gb/s,50us")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        launch.run(run_rank, (args, folder), world_size=RANKS, backend="gloo")
 
 
 if __name__ == "__main__":

@@ -72,13 +72,13 @@ class PhaseClock:
         """Count from now."""
         self._start, self._mark = time.perf_counter(), (-1.0, 0.0)  # time and waiting at the start of a pass
         self.forward = self.backward = self._hidden = 0.0
-        self._waited_before = 0.0 if self._spans is None else self._spans.total
+        self._waited_before = 0.0 if self._spans is None else self._spans.seconds
         self.num_steps = 0
 
     @property
     def waited(self) -> float:
         """Seconds of waiting."""
-        return self._hidden if self._spans is None else self._spans.total - self._waited_before
+        return self._hidden if self._spans is None else self._spans.seconds - self._waited_before
 
     def row(self) -> list[float]:
         """Steps, and seconds of forward passes, backward passes, the rest and waiting."""

@@ -8,6 +8,7 @@ eigenvalue: the eigenvectors of all eigenvalues but 1 sum to zero, because (1, .
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -76,9 +77,9 @@ def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool
     if is_random:
         square = sum(one.T @ one for one in scaled) / len(scaled)
         return min(1.0, 1.0 - float(np.linalg.eigvalsh(square - np.outer(root, root))[-1]))
-    product = np.linalg.multi_dot([*reversed(scaled), np.eye(len(root))])
+    product = reduce(np.matmul, reversed(scaled))
     shrunk = float(np.linalg.norm(product - np.outer(root, root), 2))
-    return 1.0 if shrunk <= len(root) * np.finfo(np.float64).eps else max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
+    return max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
 
 
 def smallest_eigenvalue(mixing: MixingMatrix) -> float:

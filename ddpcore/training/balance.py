@@ -39,10 +39,7 @@ def balanced(placement: LearnerPlacement, dataset: Dataset) -> LearnerPlacement:
 
 
 def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> float:
-    """Median seconds of a forward and backward pass of this rank with so many samples, with weights of its own.
-
-    On an emulated link they are those of its clocks.
-    """
+    """Median seconds of a forward and backward pass of this rank with so many samples; on a link, by its clocks."""
     link = placement.config.strategy.link
     slow = 1.0 if link is None or placement.world.rank else Link.parse(link).slow
     now = time.perf_counter if link is None else LearnerClock(slow).now

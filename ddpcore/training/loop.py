@@ -51,7 +51,6 @@ class StepRecorder:
                     _keep(other, trainer.num_steps)
         self._file = JsonLines(path)
         self._trainer = trainer
-        self._spans = trainer.handle.spans
         self._lines: list[tuple[dict[str, Any], Tensor]] = []
         self.resume()
 
@@ -61,28 +60,25 @@ class StepRecorder:
     def __exit__(self, *error: object) -> None:
         self.flush()
         self._file.close()
-        if self._spans is not None:
-            self._spans.stop()
 
     def resume(self) -> None:
         """Begin to measure a step: at the start, and after a pause for an evaluation, a checkpoint or a check."""
-        if self._spans is not None:
-            self._spans.start()
-        self._waited, phases = dict(self._trainer.handle.comm.waited), self._trainer.handle.phases
-        self._before = phases.forward, phases.backward, phases.waited
+        self._waited, self._before = dict(self._trainer.handle.comm.waited), self._counts()
         self._began = time.perf_counter()
+
+    def _counts(self) -> tuple[float, ...]:
+        """Seconds so far: exposed, forward, backward, overlapped."""
+        spans, phases = self._trainer.handle.spans, self._trainer.handle.phases
+        return phases.waited, phases.forward, phases.backward, 0.0 if spans is None else spans.overlapped
 
     def add(self, losses_L: Tensor) -> None:
         """Note the step that has just ended. Losses stay on the device until :meth:`flush`."""
         if losses_L.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
-        phases = self._trainer.handle.phases
-        now = phases.forward, phases.backward, phases.waited
-        forward, backward, hidden = (new - old for new, old in zip(now, self._before, strict=True))
-        has_others = self._trainer.handle.comm.num_learners > 1
-        exposed = self._spans.seconds if self._spans is not None else hidden if has_others else None
-        waited, batches = self._trainer.handle.comm.waited, self._trainer.batches
+        handle, batches = self._trainer.handle, self._trainer.batches
+        counts = [new - old for new, old in zip(self._counts(), self._before, strict=True)]
+        exposed = None if handle.spans is None and handle.comm.num_learners == 1 else counts[0]
         line = {
             "step": self._trainer.num_steps,
             "learners": list(self._trainer.learners),
@@ -90,10 +86,10 @@ class StepRecorder:
             "seconds": seconds,
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,
-            "forward": forward,
-            "backward": backward,
-            "overlapped": None if self._spans is None else self._spans.overlapped,
-            "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in waited.items()},
+            "forward": counts[1],
+            "backward": counts[2],
+            "overlapped": None if handle.spans is None else counts[3],
+            "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in handle.comm.waited.items()},
         }
         self._lines.append((line, losses_L.detach().clone()))
         self.resume()

@@ -249,7 +249,7 @@ class Trainer:
         epoch, found = self.batches.epoch(self.num_steps), []
         for model, row in zip(self.handle.models, indices_LB, strict=True):
             inputs, labels = self.dataset.train.batch(row[row >= 0], epoch)
-            found.append(self._losses(model, inputs, labels, stacked=False))
+            found.append(self._losses(model, inputs, labels))
         return torch.cat(found)
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,14 +257,11 @@ class Trainer:
         epoch = (ResharedBatches(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
         return self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
 
-    def _losses(
-        self, model: Callable[..., Tensor], inputs: Tensor, labels: Tensor, stacked: bool | None = None
-    ) -> Tensor:
+    def _losses(self, model: Callable[..., Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        stacked = self.stacked and model not in self.handle.models
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)
-        return learner_losses(
-            logits.float(), labels, self.label_smoothing, stacked=self.stacked if stacked is None else stacked
-        )
+        return learner_losses(logits.float(), labels, self.label_smoothing, stacked=stacked)
 
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
         """Forward and backward pass of a part of the batch; return ``share`` times the losses ``[L]``."""
