@@ -400,6 +400,7 @@ def _is_traced() -> bool:
 
 class _NoHook:
     is_ours = True
+    _handle = staticmethod(lambda: None)  # of a deep copy of the method ``_ForwardHook.leave``
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         return

@@ -101,6 +101,8 @@ class PhaseClock:
 
     def end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """After a forward pass. The gradient of an output will begin the backward pass."""
+        if self._mark[0] < 0:  # no pass of training
+            return
         self.forward += self._end()
         self._is_last = getattr(module, "require_backward_grad_sync", True)  # False in no_sync() of torch
         output = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad), None)

@@ -33,7 +33,8 @@ class SSGD(Strategy):
     name: ClassVar[str] = "ssgd"
 
     def __init__(self, weights: Weights = None) -> None:
-        self.weights = weights_of(self.name, weights)
+        if weights is not None:  # else checkpoints of earlier versions have another description of the strategy
+            self.weights = weights_of(self.name, weights)
         self._works: list[Work] = []
         self._shares: Tensor | None = None  # [n], of this backward pass
 

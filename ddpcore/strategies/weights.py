@@ -19,13 +19,11 @@ Weights = Sequence[float] | str | None
 COUNTED = ("samples", "tokens")
 
 
-def weights_of(name: str, wanted: Weights) -> Weights:
+def weights_of(name: str, wanted: Sequence[float] | str) -> Weights:
     """The weights as they are kept. ValueError: a number is negative, all are 0, or there is no such word."""
-    if wanted is None:
-        return None
+    if isinstance(wanted, str) and wanted in COUNTED:
+        return wanted
     if isinstance(wanted, str):
-        if wanted in COUNTED:
-            return wanted
         raise ValueError(f"{name}: weights is {wanted!r}: give a number for each learner, or {' or '.join(COUNTED)}")
     return checked_weights(name, wanted, zeros=True)
 

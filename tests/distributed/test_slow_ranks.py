@@ -62,3 +62,8 @@ def test_the_rule(sums: Any, waits: Any, named: list[int]) -> None:
     found = slow_ranks(own(*sums), dict(enumerate(waits)))
     assert [one.rank for one in found] == named
     assert all(one.phase == PHASES[1] for one in found)
+
+
+def test_a_copy_of_the_model_counts_nothing(found: Any) -> None:
+    """``copy.deepcopy`` and ``pickle`` of a rank's model."""
+    assert found["copies"] == [True, True]
