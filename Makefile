@@ -28,7 +28,7 @@ BUILT := build/built-for$(subst /,_,$(PY))
 CXX_FILES := $(shell find csrc tests/cpp tests/cuda_on_cpu -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKERS ?= 3
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser furo lightning transformers accelerate
+TOOLS := pytest pytest-xdist hypothesis networkx torchmetrics playwright ruff mypy clang-format build twine torch-abi-audit sphinx myst-parser sphinx-copybutton furo lightning transformers accelerate
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: install bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
@@ -53,14 +53,15 @@ SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much; what they say follows the tests.
+# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much. What failed stands last.
 check: lint $(INSTALLED)
 	@tools/system_packages
 	@mkdir -p build; $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
-	  $(MAKE) --no-print-directory test SELECT=; tests=$$?; \
-	  wait $$others; others=$$?; cat build/check.txt; \
-	  [ $$tests = 0 ] || echo "the tests failed: see above, before mypy"; \
+	  $(MAKE) --no-print-directory test SELECT= 2>&1 | tee build/tests.txt; tests=$${PIPESTATUS[0]}; \
+	  wait $$others; others=$$?; grep -v 'Skipped' build/check.txt; \
+	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/check.txt)"; \
 	  [ $$others = 0 ] || echo "mypy or the C++ tests failed: see above"; \
+	  [ $$tests = 0 ] || { echo "the tests failed:"; grep -E '^(FAILED|ERROR) ' build/tests.txt | cut -c1-200 | tail -20; tail -1 build/tests.txt; }; \
 	  [ $$tests = 0 ] && [ $$others = 0 ]
 
 lint: $(TOOLED)
@@ -83,7 +84,7 @@ cpp: $(READY)
 
 # The documentation site. A warning is an error.
 docs: $(TOOLED)
-	@$(PY) -c 'import sphinx, myst_parser, furo' || \
+	@$(PY) -c 'import sphinx, myst_parser, sphinx_copybutton, furo' || \
 	  { echo "ddpcore: $(PY) lacks what the line above names: pip install '.[docs]', or run make docs without PYTHON="; exit 2; }
 	$(PY) -m sphinx -q -E -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"

@@ -18,6 +18,7 @@ from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import RunState
 from ddpcore.distributed.state_sync import Policies
+from ddpcore.options.milestones import Milestones
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.base import ALL, Plan, Strategy, Traits
@@ -40,7 +41,7 @@ from ddpcore.topology.pairs import Matching, RandomPair
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
-from ddpcore.topology.wrapped import Hierarchical, Weighted
+from ddpcore.topology.wrapped import Hierarchical, Scheduled, Weighted
 
 __version__ = VERSION
 
@@ -63,6 +64,7 @@ __all__ = [
     "Hypercube",
     "LocalSGD",
     "Matching",
+    "Milestones",
     "NoLoCo",
     "NoisySSGD",
     "NonFinite",
@@ -76,6 +78,7 @@ __all__ = [
     "Round",
     "RunState",
     "STRATEGIES",
+    "Scheduled",
     "Single",
     "SlowMo",
     "Star",

@@ -9,7 +9,10 @@ project = "ddpcore"
 author = "the ddpcore contributors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
+copybutton_exclude = ".linenos, .gp, .go"
+myst_enable_extensions = ["dollarmath"]
+myst_dmath_double_inline = True
 myst_heading_anchors = 4  # links such as page.md#a-heading are checked
 exclude_patterns = ["_build"]
 

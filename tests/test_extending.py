@@ -44,5 +44,5 @@ def test_command(command: str, folder: Path) -> None:
         del words[0]
     assert words[0] in ("python", "ddpcore")
     start = ("-m", "ddpcore") if words[0] == "ddpcore" else ()
-    done = ranks.python(*start, *words[1:], cwd=folder, timeout=300.0, **more)
+    done = ranks.python(*start, *words[1:], cwd=folder, timeout=900.0, **more)
     assert done.returncode == 0, done.stdout + done.stderr

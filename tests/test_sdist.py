@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict[str, 
         (tree / left).touch()
     words = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "made"]
     environment = os.environ | {"DDPCORE_CUDA": "0"}
-    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     (tarball,) = (tree / "made").iterdir()
     assert tarball.name == f"ddpcore-{VERSION}.tar.gz"
@@ -90,6 +90,6 @@ def test_a_wheel_for_cuda_says_so_in_its_version(made: tuple[set[str], dict[str,
         (tmp_path / name).write_bytes(made[1][name])
     words = [sys.executable, "setup.py", "-q", "egg_info"]
     environment = os.environ | {"DDPCORE_CUDA": "0", "DDPCORE_LOCAL_VERSION": "cu"}
-    subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=300)
+    subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=900)
     (metadata,) = tmp_path.rglob("PKG-INFO")
     assert f"\nVersion: {VERSION}+cu\n" in metadata.read_text()

@@ -38,6 +38,7 @@ from ddpcore.bench.contender import (
 from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.step_model import Step, Transfer, available_cores, error_pct, predict
 from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.columns import exchange_columns
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
@@ -207,6 +208,8 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
 
     def exchanged() -> WeightAverage:
         assert strategy.topology is not None
+        if (size := strategy.traits.group) > 1:
+            return exchange_columns(comm, flat.param_LP, strategy.topology, size, next(steps)).mixture()
         return comm.exchange_in_place(flat.param_LP, strategy.topology, next(steps)).mixture()
 
     parts: dict[str, list[Call]] = {kind: [] for kind in KINDS}

@@ -39,6 +39,8 @@ class HessianRecord:
             the trace of the noise's covariance.
         disagreement: the share of ``distance`` along each of the k top eigenvectors v,
             ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
+        penalty: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the
+            mean loss, to second order (2602.02899v2); NaN if the Hessian is not finite.
         noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
             them, among all or in groups.
         noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
@@ -53,6 +55,7 @@ class HessianRecord:
     residuals: list[float]
     distance: float
     disagreement: list[float] | None
+    penalty: float
     noise: float | None
     noise_shares: list[float] | None
     isotropic: float
@@ -68,7 +71,7 @@ class HessianStatistics(Observer):
 
     Create it after ``distribute``. It does not change one bit of the training: passes at the mean weights use other
     memory, and buffers and random generators are restored. A measurement takes some tens of Hessian-vector products of
-    ``loss``, each with one average over the learners.
+    ``loss``, and one for each learner, each with one average over the learners.
 
     Args:
         handle: what ``distribute`` returned; or a model that one device trains, with its optimizer.
@@ -155,16 +158,19 @@ class HessianStatistics(Observer):
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
-        found, problem = self._spectrum(self._operator(learner, learner.average_of(learner.flat.param_LP)))
-        top_kP = found.vectors[: self.top]
+        operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
+        found, problem = self._spectrum(operator)
+        top_kP, penalty = found.vectors[: self.top], 0.0
         distance: _Share = (0.0, [])
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
-            distance = self._shares(learner, weights_LP - learner.average_of(weights_LP), top_kP)
+            apart_LP = weights_LP - learner.average_of(weights_LP)
+            distance = self._shares(learner, apart_LP, top_kP)
+            penalty = _half_trace(operator, learner.comm.gather(_real(learner, apart_LP)))
         noise = None
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
             noise = self._shares(learner, own_LP - passes.average(learner, own_LP), top_kP)
-        return self._record(learner.step + 1, found, problem, begin, distance, noise)
+        return self._record(learner.step + 1, found, problem, begin, distance, noise, penalty)
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
@@ -183,6 +189,7 @@ class HessianStatistics(Observer):
         begin: float,
         distance: _Share = (0.0, []),
         noise: _Share | None = None,
+        penalty: float = 0.0,
     ) -> HessianRecord:
         values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
@@ -192,6 +199,7 @@ class HessianStatistics(Observer):
             residuals=found.residuals.tolist(),
             distance=distance[0],
             disagreement=distance[1] if is_known and distance[0] else None,
+            penalty=penalty,
             noise=None if noise is None else noise[0],
             noise_shares=noise[1] if is_known and noise is not None and noise[0] else None,
             isotropic=1 / found.vectors.shape[1],
@@ -225,6 +233,12 @@ class HessianStatistics(Observer):
         learner.comm.average_(sums).wait()
         total, *along = sums[0].tolist()
         return total, [value / total if total else 0.0 for value in along]
+
+
+def _half_trace(operator: spectra.Operator, apart_nP: Tensor) -> float:
+    """``1/2 tr(H C)`` of the covariance C of the learners, from their differences to the mean."""
+    products = [(operator.product(row[None])[0].double() @ row.double()).item() for row in apart_nP]
+    return sum(products) / (2 * len(products))
 
 
 def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:

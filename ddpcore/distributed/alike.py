@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ddpcore.optim.batch import is_capturing
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
 FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so many
 _SAMPLE = 256  # weights of each learner, and one of each small parameter
 
 
-def check_alike(learner: Learner, *, is_apart: bool) -> None:
+def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     """Compare the learners of a strategy that keeps them identical, such as ``SSGD``. Collective in some steps.
 
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
@@ -24,6 +25,7 @@ def check_alike(learner: Learner, *, is_apart: bool) -> None:
     rank tells the others nothing. It takes one small ``gather`` after the average of gradients.
 
     Args:
+        columns: of the weights that are compared.
         is_apart: whether weights may differ, because a step had no average.
 
     Raises:
@@ -33,53 +35,110 @@ def check_alike(learner: Learner, *, is_apart: bool) -> None:
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
         return
     options = _options(learner.optimizer)
-    numbers = torch.tensor([value for _, value in options], dtype=torch.float64, device=flat.param_LP.device)
-    sums = _sums_of_bits(flat)
+    sums = _sums_of_bits(flat.param_LP, columns)
     membership = learner.comm.membership
     has_joined = membership is not None and any(change.joined for change in membership.changes)
-    apart = torch.full_like(sums, is_apart or has_joined)  # a learner that joins has a momentum of its own
-    rows = torch.cat([numbers.repeat(len(sums), 1), torch.stack([sums, apart], dim=1)], dim=1)
-    everyone, apart = learner.comm.gather(rows).cpu().split([rows.shape[1] - 1, 1], dim=1)
-    if bool(apart.any()):
-        everyone[:, -1] = 0.0
-    differs = (everyone != everyone[0]).any(dim=0).tolist()
-    for (name, _), is_other, column in zip(options, differs, everyone.unbind(dim=1), strict=False):
-        if is_other:
-            other = int((column != column[0]).nonzero()[0])
-            raise RuntimeError(
-                f"{name} is {float(column[0]):g} on learner 0 and {float(column[other]):g} on learner {other}, "
-                "which must stay equal: give all of them the same optimizer, schedule and loaded state"
-            )
-    if differs[-1]:
-        other = int((everyone[:, -1] != everyone[0, -1]).nonzero()[0])
+    apart = float(is_apart or has_joined)  # a learner that joins has a momentum of its own
+    facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.float64, device=sums.device)
+    everyone = learner.comm.gather(torch.cat([sums[:, None], facts.repeat(len(sums), 1)], dim=1)).cpu()
+    if (other := _first_other(everyone[:, 1])) is not None:
+        raise RuntimeError(
+            f"the optimizer has {int(everyone[0, 1])} options in its groups on learner 0 and "
+            f"{int(everyone[other, 1])} on learner {other}: add groups on all alike"
+        )
+    if _first_other(everyone[:, 2]) is not None:
+        _name_option(learner, options)
+    if not everyone[:, 3].any() and (other := _first_other(everyone[:, 0])) is not None:
         raise RuntimeError(
             f"the weights of learner {other} differ from those of learner 0, and their average of gradients cannot "
             "bring them together: load states and change weights on all alike (or traits.stays_identical is wrong)"
         )
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, float]]:
-    """The names of all options of the groups, with numbers that differ where the options do."""
-    found: list[tuple[str, float]] = []
+def _first_other(column: Tensor) -> int | None:
+    """The first learner whose number is not that of learner 0."""
+    return next(iter((column != column[0]).nonzero().flatten().tolist()), None)
+
+
+def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
+    """Raise RuntimeError that names an option in which learners differ. Collective."""
+    known = [_is_number(value) for _, value in options]
+    values = [value if _is_number(value) else crc32(repr(value).encode()) for _, value in options]
+    rows = torch.tensor([*values, *known], dtype=torch.float64, device=learner.flat.param_LP.device)
+    everyone, are_numbers = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1)).cpu().chunk(2, dim=1)
+    for index, (name, _) in enumerate(options):
+        column, are_known = everyone[:, index], are_numbers[:, index].all()
+        if (other := _first_other(column)) is not None:
+            found = f"{float(column[0]):g} on learner 0 and {float(column[other]):g}"
+            raise RuntimeError(
+                f"{name} is {found if are_known else 'not the same on learner 0 and'} on learner {other}, "
+                "which must stay equal: give all of them the same optimizer, schedule and loaded state"
+            )
+    raise RuntimeError("options of the optimizer have other names on learner 0: give all learners the same optimizer")
+
+
+def check_divided(learner: Learner) -> None:
+    """Compare the gradients of ranks among which an optimizer divides its work, as Muon does. Collective.
+
+    Each rank then takes directions that another one has computed from its own gradients, and waits for them without
+    the timeout of the connection.
+
+    Raises:
+        RuntimeError: a gradient differs, or a rank does not step. Nothing was stepped.
+    """
+    flat, name = learner.flat, type(learner.optimizer).__name__
+    if learner.comm.num_learners == 1 or is_capturing(flat.grad_LP):
+        return
+    none = torch.full((), -1, dtype=torch.int64, device=flat.grad_LP.device)
+    sums = [none if parameter.grad is None else _sum_of_numbers(parameter.grad) for parameter in flat.parameters]
+    everyone = learner.comm.gather(torch.stack(sums)[None]).cpu()
+    for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
+        other = int((everyone[:, index] != everyone[0, index]).nonzero()[0])
+        raise RuntimeError(
+            f"the gradient of {flat.names[index]} on learner {other} is not that of learner 0, and {name} divides its "
+            "work among ranks that have the same gradients: change them on all alike, or set process_group = None"
+        )
+
+
+def _sum_of_numbers(gradient: Tensor) -> Tensor:
+    """The bits of all numbers of a gradient as integers, added: the same in any order."""
+    part = local(gradient).detach()
+    return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    """All options of the groups, with their names. A tensor becomes a number."""
+    found: list[tuple[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         for key in sorted(set(optimizer.defaults).intersection(group)):
             values = group[key] if isinstance(group[key], tuple | list) else [group[key]]
-            found += [(f"{key} of group {index}", _number_of(value)) for value in values]
+            found += [(f"{key} of group {index}", float(value) if _is_number(value) else value) for value in values]
     return found
 
 
-def _number_of(value: Any) -> float:
-    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return float(value) if is_number else float(crc32(repr(value).encode()))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _sums_of_bits(flat: FlatParameters) -> Tensor:
-    """``[L]``: sums of the bytes of some weights, each times its place. Padding between the weights does not count."""
+def sampled_columns(flat: FlatParameters) -> Tensor:
+    """``[n]``: columns of some weights, at least one of each parameter. None is padding."""
     stride = max(1, flat.numel // _SAMPLE)
     places = [
         torch.arange(one.offset, one.offset + one.numel, stride, dtype=torch.int64, device="cpu")
         for one in flat.segments
     ]
-    columns = torch.cat(places).to(flat.param_LP.device)
-    parts = flat.param_LP.detach()[:, columns].contiguous().view(torch.uint8).to(torch.float64)
+    return torch.cat(places).to(flat.param_LP.device)
+
+
+def bits_of(weights_LP: Tensor, columns: Tensor) -> Tensor:
+    """``[L, bytes]``: the bits of some weights."""
+    return weights_LP.detach().index_select(1, columns).view(torch.uint8)
+
+
+def _sums_of_bits(weights_LP: Tensor, columns: Tensor) -> Tensor:
+    """``[L]``: sums of the bytes of some weights, each times its place."""
+    parts = bits_of(weights_LP, columns).to(torch.float64)
     return (parts * torch.arange(1, 1 + parts.shape[1], dtype=torch.float64, device=parts.device)).sum(dim=1)

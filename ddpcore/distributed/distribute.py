@@ -206,6 +206,8 @@ def join(
     connection = replace(connection or Connection(), on_failure="shrink")
     settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
     _check(model, optimizer, strategy, policies, None, None)
+    if sharded := layouts_of(model):
+        raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = _agree(None, None, model, optimizer, strategy, settings, connection.timeout)

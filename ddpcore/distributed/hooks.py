@@ -14,6 +14,7 @@ One call of the user's ``optimizer.step()`` runs in this order:
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
+from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
@@ -46,6 +48,20 @@ from ddpcore.strategies.learner import Learner
 
 STATE_FORMAT = 3
 """Of the result of ``state_dict``. Version 0.2 had none."""
+
+
+_HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
+
+
+def _leave_fork() -> None:
+    """In a forked process: its copies of models take part in no step of the ranks."""
+    for handle in _HANDLES:
+        handle.learner.hooks_paused = True
+        if handle._buckets is not None:
+            handle._buckets.paused = True
+
+
+os.register_at_fork(after_in_child=_leave_fork)
 
 
 class HookedDistributed(Distributed):
@@ -74,12 +90,15 @@ class HookedDistributed(Distributed):
             waits = learner.comm.transport == "virtual"
             self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
+        self._is_training = True  # whether the call of step() that runs is a step of training
         self.nonfinite = self._watch.found
         self._register_forward_hooks()
+        if learner.comm.transport != "virtual":
+            _HANDLES.add(self)
         membership = learner.comm.membership
         if membership is not None:
             membership.on_change.append(self._members_changed)
-        optimizer.register_step_pre_hook(self._before_call)
+        self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
 
     def _register_forward_hooks(self) -> None:
@@ -265,11 +284,11 @@ class HookedDistributed(Distributed):
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
-        if not self._watch.begin_call(frame):
+        if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and self._watch.creates_states_only():
-            self._watch.end_call(frame)
+        self._is_training = closure is not None or not self._watch.creates_states_only()
+        if not self._is_training:
             return
         try:
             self._before_step(closure)
@@ -278,7 +297,7 @@ class HookedDistributed(Distributed):
             raise
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watch.end_call(sys._getframe(1)):
+        if self._watch.end_call(sys._getframe(1)) and self._is_training:
             self._after_step()
 
     def _join_average(self) -> None:
@@ -299,6 +318,8 @@ class HookedDistributed(Distributed):
         if closure is None:
             self._join_average()
         self._watch.before_step(closure)
+        if closure is None and strategy.traits.stays_identical and getattr(learner.optimizer, "process_group", None):
+            check_divided(learner)
         strategy.restore_weights(learner)
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
@@ -306,7 +327,13 @@ class HookedDistributed(Distributed):
         for observer in self.observers:
             observer.before_step(learner)
         with self._span("before_step"):
-            self._weight_step.average(strategy.before_step(learner))
+            self._weight_step.average(strategy.before_step(learner), at_once=self._is_program_next())
+
+    def _is_program_next(self) -> bool:
+        """Whether code of the program runs before the weights are stepped, which must find them averaged."""
+        optimizer = self.learner.optimizer
+        last = next(reversed(optimizer._optimizer_step_pre_hooks))
+        return last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -16,23 +16,33 @@ from torch.nn.utils import stateless
 
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.saved_shards import MARK, joined, layouts_by_name, room_for, split
 from ddpcore.storage.serialization import pack, unpack
 
 _PREFIX = "ddpcore-rank-"
 _SAVED = re.compile(rf"(?:^|\.){_PREFIX}(\d+)\.(.+)$")
+_OF_SHARD = re.compile(r"shard-(\d+)\.")  # begins the name of what one rank of a sharded learner has for itself
 
 
 def _hooked(handle: Distributed) -> HookedDistributed:
     if not isinstance(handle, HookedDistributed):
         raise ValueError("a baseline has no state of ddpcore: save the states of its model and optimizer")
-    if handle.learner.flat.shards is not None:
-        raise ValueError("each rank has a shard of a learner: save it as docs/sharded.md shows")
     return handle
 
 
 def run_state(handle: Distributed) -> dict[str, Any]:
-    """Model, optimizer, handle and random numbers of this process: plain values and tensors. Not collective."""
+    """Model, optimizer, handle and random numbers of this process: plain values and tensors. Not collective.
+
+    Raises:
+        ValueError: the handle is of a baseline or of a sharded learner.
+    """
     handle = _hooked(handle)
+    if handle.learner.flat.shards is not None:
+        raise ValueError("each rank has a shard of a learner: save RunState(handle), as docs/sharded.md shows")
+    return _state_of(handle)
+
+
+def _state_of(handle: HookedDistributed) -> dict[str, Any]:
     state = {
         "model": dict(handle.models[0].state_dict()),
         "optimizer": handle.learner.optimizer.state_dict(),
@@ -73,6 +83,8 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
     handle.models[0].load_state_dict(state["model"])
     handle.learner.optimizer.load_state_dict(state["optimizer"])
     handle.load_state_dict(state["handle"])
+    if "random" not in state:  # of another number of shards
+        return None
     torch.set_rng_state(state["random"]["cpu"].cpu())
     if "cuda" in state["random"] and handle.learner.flat.param_LP.device.type == "cuda":
         torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), handle.learner.flat.param_LP.device)
@@ -146,6 +158,9 @@ class RunState:
         dcp.save({"run": RunState(handle)}, checkpoint_id="saved")
         dcp.load({"run": RunState(handle, saved="saved")}, checkpoint_id="saved")
 
+    A sharded learner saves DTensors. Another number of shards, or a whole model, loads them too: it has the buffers of
+    the first rank then, and goes on with its own random numbers.
+
     Args:
         handle: of this process, after ``distribute``.
         saved: the folder to load, of which the sizes of tensors are read first. Another number of learners may have
@@ -153,7 +168,7 @@ class RunState:
         moments: ``average`` or ``reset`` those of the optimizer, for another number of learners.
 
     Raises:
-        ValueError: the folder holds no such state.
+        ValueError: the folder holds no such state, or that of another model, or of learners that this one cannot load.
     """
 
     def __init__(self, handle: Distributed, *, saved: str | Path | None = None, moments: str = "average") -> None:
@@ -161,37 +176,90 @@ class RunState:
         self._found: dict[int, dict[str, Any]] = {}
         for name, entry in {} if saved is None else _entries(saved).items():
             if match := _SAVED.search(name):
-                empty = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-                self._found.setdefault(int(match[1]), {})[match[2]] = empty
+                self._found.setdefault(int(match[1]), {})[match[2]] = entry
         if saved is not None and not self._found:
             raise ValueError(f"{saved} holds no state of ddpcore: save RunState(handle) into it")
+        shards = self._handle.learner.flat.shards
+        self._place, self._num_shards = (0, 0) if shards is None else shards.place
+        matches = [match for name in self._found.get(0, ()) if (match := _OF_SHARD.match(name))]
+        self._num_saved = max((int(match[1]) + 1 for match in matches), default=0)
+        if saved is not None:
+            self._check(saved)
 
     def state_dict(self) -> dict[str, Any]:
         """What this process saves, or tensors for what it loads."""
         if self._found:
-            return {f"{_PREFIX}{rank}": tensors for rank, tensors in self._needed().items()}
-        comm = self._handle.comm
-        tree, tensors = pack(run_state(self._handle))
+            return {f"{_PREFIX}{rank}": self._room(rank) for rank in self._needed()}
+        comm, learner, shared = self._handle.comm, self._handle.learner, dict[str, Any]()
+        state: Any = _state_of(self._handle)
+        if learner.flat.shards is not None:
+            state, shared = split(state, learner, self._handle.strategy)
+        tree, tensors = pack(state)
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-        return {f"{_PREFIX}{comm.learners[0] // len(comm.learners)}": {"tree": text, **tensors}}
+        own = {f"{self._own(self._num_shards)}{name}": one for name, one in {"tree": text, **tensors}.items()}
+        return {f"{_PREFIX}{comm.learners[0] // len(comm.learners)}": {**own, **shared}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave room for. Collective."""
         states: list[Any] = [None] * len(self._found)
-        device = self._handle.learner.flat.param_LP.device
+        handle, own = self._handle, self._own(self._num_saved)
         for rank in self._needed():
-            tensors = dict(state_dict[f"{_PREFIX}{rank}"])
+            tensors = {name.removeprefix(own): one for name, one in state_dict[f"{_PREFIX}{rank}"].items()}
             tree = json.loads(bytes(tensors.pop("tree").tolist()))
-            states[rank] = unpack(tree, tensors, device)
-        load_run_state(self._handle, states, moments=self._moments)
+            if self._num_saved:
+                handle.check_state({**tree["handle"], "made_by": handle._made_by()})  # before the layout changes
+                names = handle.learner.flat.names
+                handle._lay_out([names.index(name) for name in tree["handle"]["layout"]])
+                tree = joined(tree, tensors, handle.learner)
+            states[rank] = unpack(tree, tensors, handle.learner.flat.param_LP.device)
+            if self._num_saved != self._num_shards:
+                del states[rank]["random"]
+        load_run_state(handle, states, moments=self._moments)
 
-    def _needed(self) -> dict[int, dict[str, Any]]:
-        """Those of this process, if as many have saved, else all."""
+    def _own(self, num_shards: int) -> str:
+        """What begins the names of the values of this rank alone, in a state of so many shards; 0: of whole models."""
+        return f"shard-{min(self._place, num_shards - 1)}." if num_shards else ""
+
+    def _check(self, saved: str | Path) -> None:
+        if self._num_shards and not self._num_saved:
+            raise ValueError(f"{saved} holds whole learners and this model is sharded: load it into a whole model")
+        if not self._num_saved:
+            return
+        owners = layouts_by_name(self._handle.models[0])
+        names = {name.rpartition(MARK)[2] for name in self._found[0] if not _OF_SHARD.match(name)}
+        lacking = {name for name, one in owners.items() if isinstance(one, nn.Parameter)} - names
+        if other := sorted(lacking | (names - set(owners))):
+            raise ValueError(
+                f"{saved} holds a model with other parameters, such as {other[0]}: load it into the model that saved it"
+            )
+        sent = f"{self._own(self._num_saved)}.handle.strategy"
+        if self._num_saved != self._num_shards and any(
+            name.startswith(sent) and not entry.properties.dtype.is_floating_point
+            for entries in self._found.values()
+            for name, entry in entries.items()
+        ):
+            raise ValueError(
+                f"{saved} holds compressed weights of {self._num_saved} shards that were under way: load it on as many"
+            )
+
+    def _room(self, rank: int) -> dict[str, Any]:
+        """Tensors for what this process loads of one that has saved."""
+        own, room = self._own(self._num_saved), {}
+        owners = layouts_by_name(self._handle.models[0]) if self._num_saved else {}
+        for name, entry in self._found[rank].items():
+            size, dtype = entry.size, entry.properties.dtype
+            if name.startswith(own):
+                room[name] = torch.empty(size, dtype=dtype, device="cpu")
+            elif not _OF_SHARD.match(name):
+                room[name] = room_for(owners[name.rpartition(MARK)[2]], size, dtype)
+        return room
+
+    def _needed(self) -> list[int]:
+        """That of this process, if as many have saved, else all."""
         comm = self._handle.comm
         if len(self._found) * len(comm.learners) != comm.num_learners:
-            return self._found
-        mine = comm.learners[0] // len(comm.learners)
-        return {mine: self._found[mine]}
+            return sorted(self._found)
+        return [comm.learners[0] // len(comm.learners)]
 
 
 @contextmanager

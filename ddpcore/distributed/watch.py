@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 
-from ddpcore.distributed.alike import check_alike
+from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
@@ -63,12 +63,14 @@ class LoopWatch:
         register(self)
         self._read_structure()
         self._segments: object = None
+        self._check_buffers()
         self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
+        self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
         self.restart()
         self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
-        self._sent: list[int] = []  # when they were sent
+        self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self.found: list[NonFinite] = []
         self._has_buffers = any(self._buffers(row) for row in range(len(models)))
@@ -200,13 +202,12 @@ class LoopWatch:
             )
 
     def _weight_bits(self) -> Tensor:
-        stride = self._flat.numel // 256 | 1  # odd, because each parameter begins at a multiple of 16
-        return self._flat.param_LP.detach()[:, ::stride].contiguous().view(torch.uint8).clone()
+        return bits_of(self._flat.param_LP, self._columns)
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None
-        self.averaged = False  # whether a backward pass of this step has averaged gradients, or may leave it out
+        self.averaged = self._num_pauses > 0  # whether a backward pass of this step has averaged, or may leave it out
         self._has_average = False  # whether gradients of this step are an average
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
@@ -218,16 +219,18 @@ class LoopWatch:
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
+        self._num_pauses += 1
         self.averaged = True
 
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
+        self._num_pauses -= 1
         self._is_late |= self._has_average and num_gradients > 0
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if not self._has_average and self._strategy.traits.stays_identical:
-            check_alike(self.learner, is_apart=self._is_apart)
+            check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
@@ -336,6 +339,7 @@ class LoopWatch:
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
             self._segments, self._grad_start = flat.segments, flat.grad_LP.data_ptr()
+            self._columns = sampled_columns(flat)
             self._sizes = [view.numel() for view in flat.param_views]
             index = next((index for index, size in enumerate(self._sizes) if size), 0)
             self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
@@ -443,9 +447,11 @@ class LoopWatch:
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
         learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
-        self._sent = self._versions()
+        self._sent = self._versions(), None
         if learner.comm.num_learners == 1 or is_capturing(weights_LX):
             return
+        if columns_LX is None:
+            self._sent = self._sent[0], self._weight_bits()
         named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
         if named:
             raise NonFiniteError(
@@ -454,7 +460,8 @@ class LoopWatch:
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
-        if self._sent != self._versions():
+        versions, bits = self._sent
+        if versions != self._versions() or (bits is not None and not torch.equal(bits, self._weight_bits())):
             raise RuntimeError(
                 "weights were changed between a forward pass and the next step, while neighbours read them: change "
                 "them after a step, or evaluate under torch.no_grad()"

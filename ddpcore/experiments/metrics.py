@@ -50,6 +50,7 @@ METRICS = {
     "sharpness_late": "the largest eigenvalue of the Hessian along the run, mean over the last fifth",
     "sharpness_max": "its largest measured value",
     "disagreement_top_late": "share of the learners' disagreement along the top eigenvectors, mean over the last fifth",
+    "penalty_late": "1/2 tr(H C) of the Hessian and the covariance of the learners, mean over the last fifth",
     "noise_top_late": "share of the gradient noise along the top eigenvectors, mean over the last fifth",
     "hessian_eigenvalue": "the largest eigenvalue of the Hessian of the training loss at the averaged weights",
     "relative_eigenvalue": "the same of diag|w| H diag|w|: for changes of each weight relative to its size",
@@ -129,6 +130,7 @@ def _hessian(record: RunRecord) -> dict[str, float | None]:
         "sharpness_late": _mean([line["largest"][0] for line in late]),
         "sharpness_max": max((line["largest"][0] for line in lines), default=None),
         "disagreement_top_late": _mean([sum(line["disagreement"]) for line in late if line["disagreement"]]),
+        "penalty_late": _mean([line["penalty"] for line in late if "penalty" in line]),
         "noise_top_late": _mean([sum(line["noise_shares"]) for line in late if line["noise_shares"]]),
     }
 

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops.random import add_noise
-from ddpcore.ops.tensor_steps import TensorStep, clamped, norms, power, rounded, store_weight, tensor_steps, wide_of
+from ddpcore.ops.tensor_steps import (
+    TensorStep,
+    clamped,
+    norms,
+    power,
+    rounded,
+    square_sum,
+    store_weight,
+    tensor_steps,
+    wide_of,
+)
 
 _OF_MIX = ("self_weight", "peer_weights", "offsets", "out", "noise_std", "noise_seed", "noise_step", "noise_first")
 
@@ -276,7 +286,7 @@ def mix_(
     **noise: Any,
 ) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.mix_`."""
-    distances = [(wide_of(weights) - wide_of(peer)).double().square().sum() for peer in peers]
+    distances = [square_sum(wide_of(weights) - wide_of(peer)) for peer in peers]
     mixed = self_weight * wide_of(weights)
     for peer_weight, peer in zip(peer_weights, peers, strict=True):
         mixed = mixed + peer_weight * wide_of(peer)
@@ -298,17 +308,17 @@ def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, col
     for j, row in enumerate(weights):
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
         row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
-    return torch.stack([(row - mean).double().square().sum() for row in old])
+    return torch.stack([square_sum(row - mean) for row in old])
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.segment_norms`."""
-    return torch.stack([tensor.double().square().sum() for tensor in tensors])
+    return torch.stack([square_sum(tensor) for tensor in tensors])
 
 
 def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reference implementation of :func:`ddpcore.ops.total_norm_`."""
-    out[0] = sum(tensor.double().square().sum() for tensor in tensors)
+    out[0] = sum(map(square_sum, tensors))
 
 
 def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None) -> Tensor:

@@ -28,8 +28,8 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import mixture_arguments
+from ddpcore.ops.tensor_steps import BLOCK
 
-BLOCK = 4096  # kBlock of csrc/args.h
 REQUIRED: Any = object()
 
 

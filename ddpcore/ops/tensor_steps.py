@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ddpcore.ops.random import memory_order, round_to_bf16, words
 
+BLOCK = 4096  # kBlock of csrc/args.h
+
 # ---- arithmetic on scalars as the kernels do it ----
 
 
@@ -37,12 +39,20 @@ def clamped(value: float, low: float, high: float) -> float:
     return high if value > high else value
 
 
+def square_sum(tensor: Tensor) -> Tensor:
+    """The sum of squares in float64. It is added in blocks, because torch divides longer sums among its threads."""
+    sums = tensor.double().square().flatten()
+    while sums.numel() > BLOCK:
+        sums = torch.nn.functional.pad(sums, (0, -sums.numel() % BLOCK)).view(-1, BLOCK).sum(dim=1)
+    return sums.sum()
+
+
 def norms(first: Tensor, second: Tensor, position: int, squares: Tensor | None, passes: str) -> tuple[float, float]:
     """The norms of two tensors. The second pass takes them from ``squares``, into which the first pass writes."""
     if passes == "second":
         assert squares is not None
         return math.sqrt(squares[position, 0]), math.sqrt(squares[position, 1])
-    sums = first.double().square().sum(), second.double().square().sum()
+    sums = square_sum(first), square_sum(second)
     if squares is not None:
         squares[position] = torch.stack(sums)
     return math.sqrt(sums[0]), math.sqrt(sums[1])

@@ -343,10 +343,10 @@ class FusedOptimizer(SavedOptimizer):
         owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy
         copies: dict[Any, Tensor] = {}
         position = 0
+        split_steps(self, params)
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             members = params[position : position + size]
-            split_steps(self, groups[index], members)
             for param in members:
                 create_states(self, groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)

@@ -85,6 +85,8 @@ SCHEDULES: Registry[Schedule] = Registry(
     reserved=("lr", "num_steps", "milestones", "gamma", "steps_per_unit"),
 )
 
+OF_ANY_LENGTH = frozenset({"constant", "step", "exponential"})  # they do not take num_steps, so a run may become longer
+
 
 def _check_lr(lr: float) -> None:
     if not (math.isfinite(lr) and lr >= 0):

@@ -77,11 +77,12 @@ def create_states(
         state["step"] = fresh[begun]
 
 
-def split_steps(optimizer: Stateful, group: Group, members: list[Tensor]) -> None:
-    """Give the members, which take the next step, other step counters than the group's parameters that skip it."""
+def split_steps(optimizer: Stateful, members: list[Tensor]) -> None:
+    """Give the members, which take the next step, other step counters than the parameters that skip it."""
     stepped = set(map(id, members))
     state = optimizer.state
-    skipped = {state[p].get("step") for p in group["params"] if id(p) not in stepped and p in state}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
     own: dict[Tensor, Tensor] = {}
     for param in members:
         step = state[param].get("step") if param in state else None

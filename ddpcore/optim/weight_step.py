@@ -60,10 +60,10 @@ class WeightStep:
         self._columns: _Columns | None = None
         self._ready: set[int] = set()  # ids of the groups whose states are in the buffers
 
-    def average(self, average: WeightAverage | None) -> None:
-        """Set the average for the next step. It is applied immediately if the optimizer is not fused."""
+    def average(self, average: WeightAverage | None, *, at_once: bool = False) -> None:
+        """Set the average for the next step. It is applied at once if asked for, or if the optimizer is not fused."""
         self._average = average
-        if self._optimizer is None:
+        if self._optimizer is None or at_once:
             self._apply_average()
 
     def forget_states(self) -> None:
@@ -114,8 +114,10 @@ class WeightStep:
         self.flat.gather_grads(left=own)
         self._ready.clear()
         rest = []
-        for group in groups:
-            if (names := self._column_states(group)) is None:
+        names_of = [self._column_states(group) for group in groups]
+        self._divide_steps(groups, names_of)
+        for group, names in zip(groups, names_of, strict=True):
+            if names is None:
                 rest.append(group)
             else:
                 self._step_columns(group, names, own)
@@ -152,6 +154,19 @@ class WeightStep:
             return names
         points = [(id(state.get("step")), *(state.get(name) is None for name in names)) for state in states]
         return names if all(point == points[0] for point in points) else None
+
+    def _divide_steps(self, groups: Sequence[Group], names_of: Sequence[tuple[str, ...] | None]) -> None:
+        """Give a group its own step counters, where the program has moved a parameter to it: kernels count by group."""
+        assert self._optimizer is not None
+        state, owned = self._optimizer.state, set[Tensor]()
+        for group, names in zip(groups, names_of, strict=True):
+            params = group["params"] if names is None else group["params"][:1]  # columns have one counter
+            steps = {state[param]["step"] for param in params if "step" in state.get(param, ())}
+            copies = {step: step.clone() for step in owned & steps}
+            for param in group["params"] if copies else ():
+                if state.get(param, {}).get("step") in copies:
+                    state[param]["step"] = copies[state[param]["step"]]
+            owned |= steps
 
     def _covers_all_learners(self, params: list[Tensor]) -> bool:
         """Whether all parameters are members, and cover the same segments for each learner."""

@@ -82,6 +82,12 @@ class Shards:
         return num * (int(self.mesh.size()) // int(mesh.size()))
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The place of this rank among the ranks of the learner, and their number."""
+        ranks = self.mesh.mesh.flatten().tolist()
+        return ranks.index(dist.get_rank()), len(ranks)
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of ranks along each dimension of the mesh."""
         return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]

@@ -128,10 +128,16 @@ def _curves(groups: Sequence[Group[Run]]) -> Section:
         for x_key, x_label in (("step", "step"), ("total_seconds", "seconds since the start")):
             series = _each(groups, attrgetter("epochs"), methodcaller("get", key), x_key)
             charts.append(_chart(f"{title}, over {x_label.split()[0].rstrip('s')}s", x_label, y_label, series, log_y))
-    distances = _each(groups, attrgetter("epochs"), methodcaller("get", "consensus_distance"))
+    distances = _each(groups, _with_distance, methodcaller("get", "consensus_distance"))
     charts.append(_distance_chart("Consensus distance", distances))
     lines = [_SPREAD] if any(len(group.runs) > 1 for group in groups) else []
     return Section(title="Curves", lines=lines if with_values(charts) else [], charts=with_values(charts))
+
+
+def _with_distance(run: Run) -> list[dict[str, Any]]:
+    """The recorded steps if they have the consensus distance (of virtual learners), else the epochs."""
+    steps = run.steps.get(0, [])
+    return steps if any(finite(line.get("consensus_distance")) for line in steps) else run.epochs
 
 
 def _distance_chart(title: str, series: Sequence[Series]) -> Chart:

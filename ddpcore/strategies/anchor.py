@@ -58,6 +58,16 @@ class Anchor:
         return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
     @torch.no_grad()
+    def set_(self, rows_AX: Tensor, index: int) -> None:
+        """Overwrite part ``index``."""
+        for part, row in zip(self._parts[index], rows_AX, strict=True):
+            part.copy_(row)
+
+    def restart(self) -> None:
+        """Forget the state of the optimizer, such as its momentum."""
+        self._optimizer.state.clear()
+
+    @torch.no_grad()
     def step(self, gradients_AX: Tensor, index: int) -> Tensor:
         """Step part ``index``, and return it."""
         for part, gradient in zip(self._parts[index], gradients_AX, strict=True):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow
@@ -123,7 +124,8 @@ class Strategy:
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+        shown = {name: describe(value) if callable(value) else repr(value) for name, value in settings.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     @property
     def traits(self) -> Traits:
@@ -140,6 +142,15 @@ class Strategy:
         Raises:
             ValueError: the strategy does not support them.
         """
+
+    def check_run(self, num_steps: int) -> None:
+        """Check the schedules of options and topology for a run of so many steps, where its length is known.
+
+        Raises:
+            ValueError: a schedule leaves its range, or goes past the end of the run.
+        """
+        if self.topology is not None:
+            self.topology.check_run(num_steps)
 
     def before_forward(self, learner: Learner) -> None:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
@@ -194,6 +205,17 @@ class Strategy:
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, between two steps."""
+
+    def columns(self) -> Sequence[tuple[int, int]]:
+        """The columns ``begin`` to ``end`` of each part of the weights, if the state has rows ``[L, X]`` of parts.
+
+        A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a sharded learner can be
+        saved for another number of shards. Rows of all columns need no number.
+        """
+        return ()
+
+
+NO_DEATHS_IN_GROUPS = "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
 
 
 def check_transport(strategy: Strategy, transport: str) -> None:

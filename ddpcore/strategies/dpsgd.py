@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Decode, Exchange
+from ddpcore.comm.columns import exchange_columns
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
+from ddpcore.options.milestones import Setting
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
+from ddpcore.strategies.base import NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
@@ -61,14 +65,19 @@ class AdaptiveConsensus:
         return min(1.0, (1 - self.least) * float(ratio**self.power) + self.least)
 
 
-def consensus_of(wanted: AdaptiveConsensus | Mapping[str, Any] | None) -> AdaptiveConsensus | None:
-    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``.
+Consensus = AdaptiveConsensus | Mapping[str, Any] | Callable[[int], float] | Sequence[tuple[int, float]] | None
+
+
+def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule.
 
     Raises:
         ValueError: it has no such setting, or a value is wrong.
     """
     if wanted is None or isinstance(wanted, AdaptiveConsensus):
         return wanted
+    if callable(wanted) or isinstance(wanted, list | tuple):
+        return Setting("dpsgd: consensus", wanted, above=0, most=1)
     if not isinstance(wanted, Mapping):
         raise ValueError(f"dpsgd: consensus is {wanted!r}: it must be a mapping, settings of an AdaptiveConsensus")
     check_keys("dpsgd: consensus", wanted, (item.name for item in fields(AdaptiveConsensus)))
@@ -112,7 +121,7 @@ def _widened(decode: Decode | None, source: int, row: Tensor) -> Tensor:
     return (row if decode is None else decode(source, row)).float()
 
 
-class DPSGD(Strategy):
+class DPSGD(GradientAverages):
     r"""Decentralized parallel SGD: learners average with their neighbours, in one of three orders.
 
     - ``average_while_computing`` (Lian et al. 2017, algorithm 1): ``w_j(t+1) = sum_k W_jk(t) w_k(t) - a g_j(w_j(t))``.
@@ -143,7 +152,11 @@ class DPSGD(Strategy):
         staleness: 0, or 1 for ``average_while_computing``.
         compression: None, or a codec of :mod:`ddpcore.strategies.compression`, also by name, or as a mapping of its
             name and settings.
-        consensus: None, or an :class:`AdaptiveConsensus`, also as a mapping of its settings. It needs staleness 0.
+        consensus: None, or an :class:`AdaptiveConsensus`, also as a mapping of its settings; or a schedule of
+            c_t, above 0: a function from the step, or :class:`~ddpcore.Milestones`. It needs staleness 0.
+        group: a divisor of the number of learners. So many consecutive learners are a group, and j and k of the
+            equations count groups. A group averages its gradients in every step, as ssgd does, and each of its learners
+            sends its part of the weights to its place in a neighbouring group. Without staleness and compression.
 
     Raises:
         ValueError: an unknown value, or a combination of options that is not supported.
@@ -159,9 +172,11 @@ class DPSGD(Strategy):
         order: str = ORDERS[0],
         staleness: int = 0,
         compression: CodecLike = None,
-        consensus: AdaptiveConsensus | Mapping[str, Any] | None = None,
+        consensus: Consensus = None,
+        group: int = 1,
     ) -> None:
-        compression, consensus = codec_of(compression), consensus_of(consensus)
+        super().__init__(group)
+        compression, share = codec_of(compression), consensus_of(consensus)
         check_choice("dpsgd: order", order, ORDERS)
         if staleness not in (0, 1):
             raise ValueError(f"dpsgd: staleness is {staleness}: it must be 0 or 1 step")
@@ -169,13 +184,16 @@ class DPSGD(Strategy):
             raise ValueError(f"dpsgd: staleness 1 is for {ORDERS[0]}: {order} waits for its neighbours in each step")
         if staleness and compression is not None and compression.differences:
             raise ValueError(f"dpsgd: {compression.name} sends differences, which need staleness 0")
-        if staleness and consensus is not None:
+        if staleness and share is not None:
             raise ValueError("dpsgd: consensus sets the share of an average in its own step: take staleness 0")
-        self.topology = topology_of(self.name, topology, RandomPair)
+        if self.group > 1 and (staleness or compression is not None):
+            raise ValueError(f"dpsgd: group is {group}: take staleness 0 and no compression, or leave group out")
+        self.topology = self._between(topology_of(self.name, topology, RandomPair))
         self.order = order
         self.staleness = staleness
         self.compression = compression
-        self.consensus = consensus
+        self.consensus = share.value if isinstance(share, Setting) else share
+        self._share = share
         self._reference_lr: float | None = None  # of the consensus
         self._published = None if compression is None else Published(compression)
         self._under_way: list[_Pending] = []  # oldest first
@@ -186,28 +204,36 @@ class DPSGD(Strategy):
     def __repr__(self) -> str:
         options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
         if self.consensus is not None:
-            options += f", consensus={self.consensus}"
+            options += f", consensus={describe(self.consensus)}"
+        if self.group > 1:
+            options += f", group={self.group}"
         return f"DPSGD({self.topology!r}, {options})"
 
     @property
     @override
     def traits(self) -> Traits:
-        codec, no_deaths = self.compression, ""
+        codec, no_deaths = self.compression, NO_DEATHS_IN_GROUPS if self.group > 1 else ""
         if codec is not None and codec.differences:
             no_deaths = (
                 f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them: "
                 "take bf16 or int8 without error feedback"
             )
         return Traits(
+            averages_gradients=self.group > 1,
+            group=self.group,
             takes_closure=False,  # the gradient must be computed before the average
             overlaps=self.order == ORDERS[0],
-            quarantines=self.staleness == 0 and codec is None and self.consensus is None,  # these need own weights
+            quarantines=self.staleness == 0 and codec is None and self.consensus is None and self.group == 1,
             no_deaths=no_deaths,
         )
 
     @override
+    def plan(self, step: int) -> Plan:
+        return Plan(self.group)
+
+    @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        check_mixable(self.name, dtype)
+        check_mixable(self.name, dtype, "averages between groups are" if self.group > 1 else "")
         self.topology.validate(num_learners)
         codec = self.compression
         if codec is not None and codec.differences and self.topology.period(num_learners) != 1:
@@ -219,8 +245,15 @@ class DPSGD(Strategy):
             check_stale(self.topology, num_learners)
 
     @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        if isinstance(self._share, Setting):
+            self._share.check_run(num_steps)
+
+    @override
     def before_forward(self, learner: Learner) -> None:
         """Start the exchange of w(t), or combine, in the first forward pass of a step."""
+        super().before_forward(learner)
         if self._begun:
             return
         self._begun = True
@@ -254,7 +287,7 @@ class DPSGD(Strategy):
 
     def _combine(self, learner: Learner, step: int) -> None:
         """Exchange and average without overlap."""
-        is_plain = self._published is None and not is_narrow(learner.flat.param_LP.dtype)
+        is_plain = self._published is None and not is_narrow(learner.flat.param_LP.dtype) and self.group == 1
         if is_plain and self._quarantined is None:  # an average in pairs is not of one learner alone
             learner.check_sent()
             learner.comm.mix_(learner.flat.param_LP, self._mixing(learner, step), step)
@@ -272,24 +305,28 @@ class DPSGD(Strategy):
         elif self.staleness:
             rows = published = weights_LP.clone()
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
-        exchange = (learner.comm.exchange_in_place if in_place else learner.comm.exchange)(
-            rows, self._mixing(learner, step), step
-        )
+        mixing = self._mixing(learner, step)
+        if in_place and self.group == 1:
+            exchange = learner.comm.exchange_in_place(rows, mixing, step)
+        else:
+            exchange = exchange_columns(learner.comm, rows, mixing, self.group, step)
         self._under_way.append(_Pending(exchange, rows, published))
 
     def _mixing(self, learner: Learner, step: int) -> Topology:
         """The topology, or the part of it that counts at the learning rate of the step."""
-        if self.consensus is None:
+        if self._share is None:
             return self.topology
+        if isinstance(self._share, Setting):
+            return Damped(self.topology, self._share.at(step))
         lr = float(learner.optimizer.param_groups[0]["lr"])
-        if self._reference_lr is None and step >= self.consensus.start:
+        if self._reference_lr is None and step >= self._share.start:
             if lr <= 0:
                 raise ValueError(
                     f"dpsgd: consensus compares with the learning rate of step {step}, which is {lr}: let consensus "
                     "start where the schedule is above 0"
                 )
             self._reference_lr = lr
-        share = 1.0 if self._reference_lr is None else self.consensus.share(lr / self._reference_lr)
+        share = 1.0 if self._reference_lr is None else self._share.share(lr / self._reference_lr)
         return self.topology if share == 1 else Damped(self.topology, share)
 
     def _neighbors(self, learner: Learner) -> set[int]:

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
+from ddpcore.comm.columns import exchange_columns
+from ddpcore.options.milestones import Rounds, Varying
 from ddpcore.options.typed import check_range
-from ddpcore.strategies.base import Plan, Strategy, Traits, check_mixable, topology_of, warn_of_growth
+from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.wrapped import Slowed
+from ddpcore.topology.wrapped import slowed
 
 
-class GASLoC(Strategy):
+class GASLoC(GradientAverages):
     r"""GASLoC (Cagnasso et al. 2026, 2606.11081): H local steps, then an outer step that averages with neighbours.
 
     A round begins at phi_j(r), and H local steps take learner j from there to v_j. Then
@@ -41,37 +45,52 @@ class GASLoC(Strategy):
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
-        period: H.
+        period: H, or a schedule of it: see :class:`~ddpcore.LocalSGD`.
         outer_lr: b.
         outer_momentum: gamma, 0 <= gamma < 1. The paper's is not known.
+        group: k, see :class:`~ddpcore.LocalSGD`: k learners are one, and j and k count groups.
 
     Raises:
         ValueError: a number is out of its range.
     """
 
     name: ClassVar[str] = "gasloc"
-    traits: ClassVar[Traits] = Traits(
-        no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
-        "on_failure='raise', or dpsgd"
-    )
     topology: Topology
 
     def __init__(
         self,
         topology: Topology | None = None,
         *,
-        period: int = 8,
+        period: Varying = 8,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
+        group: int = 1,
     ) -> None:
-        check_range("gasloc: period", period, least=1)
+        super().__init__(group)
         check_range("gasloc: outer_lr", outer_lr, above=0)
         check_range("gasloc: outer_momentum", outer_momentum, least=0, below=1)
-        self.topology = topology_of(self.name, topology, RandomPair)
-        self.period, self.outer_lr, self.outer_momentum = period, outer_lr, outer_momentum
-        self._rounds = Slowed(self.topology, period)  # one round of the topology a period
+        self._given = topology_of(self.name, topology, RandomPair)
+        self.topology = self._between(self._given)
+        self._rounds = Rounds(self.name, period)
+        self.period, self.outer_lr, self.outer_momentum = self._rounds.period.value, outer_lr, outer_momentum
+        self._topology = slowed(self.topology, self._rounds.number)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
+
+    def __repr__(self) -> str:
+        group = f", group={self.group}" if self.group > 1 else ""
+        options = f"period={describe(self.period)}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
+        return f"GASLoC(topology={self.topology!r}, {options}{group})"
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(
+            averages_gradients=self.group > 1,
+            group=self.group,
+            no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
+            "on_failure='raise', or dpsgd",
+        )
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -80,11 +99,17 @@ class GASLoC(Strategy):
         if self.differences_grow(num_learners):
             warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
 
+    @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        self._rounds.period.check_run(num_steps)
+
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
-        if type(self.topology) is not RandomPair or num_learners == 1:  # a subclass may draw others
+        num = num_learners // self.group
+        if type(self._given) is not RandomPair or num == 1:  # a subclass may draw others
             return False
-        (e, s), gamma = self.topology.kept(num_learners), self.outer_momentum
+        (e, s), gamma = self._given.kept(num), self.outer_momentum
         return 2 * (1 - e) * gamma**2 > (1 - s - 2 * e + 2 * e**2) * gamma + 1 - s
 
     @override
@@ -96,7 +121,7 @@ class GASLoC(Strategy):
     @override
     def after_step(self, learner: Learner) -> None:
         """At the end of a round: take the outer step, and begin the next round there."""
-        if learner.step % self.period:
+        if not self._rounds.ends(learner.step):
             return
         assert self._start_LP is not None
         assert self._before_LP is not None
@@ -105,13 +130,17 @@ class GASLoC(Strategy):
         learner.check_sent()
         change_LP = weights_LP - self._before_LP
         self._before_LP.copy_(weights_LP)
-        learner.comm.mix_(weights_LP, self._rounds, learner.step - 1)
+        if self.group == 1:
+            learner.comm.mix_(weights_LP, self._topology, learner.step - 1)
+        else:
+            exchange = exchange_columns(learner.comm, weights_LP, self._topology, self.group, learner.step - 1)
+            exchange.mixture().apply_(weights_LP)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)
 
     @override
     def plan(self, step: int) -> Plan:
-        return Plan(weights=(step + 1) % self.period == 0)
+        return Plan(self.group, weights=self._rounds.ends(step + 1))
 
     @override
     def state_dict(self) -> dict[str, Any]:

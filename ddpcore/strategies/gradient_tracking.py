@@ -30,6 +30,11 @@ class GradientTracking(Strategy):
     Weights and q travel in one message, while the gradient is computed. It is twice as long as that of DPSGD. A small
     rate is needed: the step must be small compared with the spectral gap.
 
+    Around Muon it tracks first and then orthogonalizes, as SUDA-Muon (2604.23980, abstract) and DeMuon (2510.01377)
+    propose: orthogonalized steps do not commute with averages, so DPSGD around Muon rests elsewhere if the losses
+    differ. DeMuon averages later, ``q_j(t) = sum_k W_jk (q_k(t-1) + m_k(t) - m_k(t-1))`` of momentum m and
+    ``w_j(t+1) = sum_k W_jk (w_k(t) - a O(q_k(t)))``: it has the same points of rest, and its steps are others.
+
     A gradient that is clipped before the step is tracked as it was clipped. Gradient scaling is refused, because an
     overflow or a new scale would stay in q.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -13,17 +13,19 @@ from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
+from ddpcore.comm.columns import exchange_columns
+from ddpcore.options.milestones import Rounds, Setting, Varying
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
-from ddpcore.strategies.base import ALL, Plan, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
 from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import SSGD
+from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Across
-from ddpcore.topology.wrapped import Slowed
+from ddpcore.topology.wrapped import slowed
 
 
 @dataclass
@@ -53,7 +55,7 @@ class _Average:
         self.transfer = None
 
 
-class LocalSGD(SSGD):
+class LocalSGD(GradientAverages):
     r"""Local SGD (Stich 2019): learners step alone and average their weights every H steps.
 
     ``w_j(t+1) = v_j(t+1)`` or, where H divides t+1, ``1/n sum_k v_k(t+1)``, with ``v_j(t+1) = w_j(t) - a g_j(w_j(t))``.
@@ -67,10 +69,13 @@ class LocalSGD(SSGD):
     - With ``group``, k consecutive learners are one learner with k times the batch: ``g_j(w_j)`` is the mean of the
       gradients of j's group, whose learners hold the same weights.
     - With ``topology`` each learner steps an anchor of its own towards the average with its neighbours
-      (:class:`~ddpcore.NoLoCo`).
+      (:class:`~ddpcore.NoLoCo`). With ``group`` besides, W has a row for each group: a learner sends 1/k of its weights
+      to its place in each neighbouring group, and k - 1 times as much inside its group.
 
     Args:
-        period: H, local steps between two averages; 1 averages after every step.
+        period: H, local steps between two averages; 1 averages after every step. A schedule, a function from the step
+            or :class:`~ddpcore.Milestones`, gives the length of the round that begins there: ``[[0, 64], [640, 1]]``
+            averages ten times in 640 steps, and then in every step. Without fragments and ``warmup_steps``.
         warmup_steps: while t is below it, the period grows from 1 to H by doubling (Lin et al. 2020, "local step
             warm-up").
         switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
@@ -86,13 +91,20 @@ class LocalSGD(SSGD):
         overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
             before these steps, so it travels meanwhile. Changes of these steps, also your own, are kept in the share
             ``alpha`` only.
-        alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``.
+        alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``. It may
+            be a schedule, too.
         compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``. All
             learners send them to all: a message of n - 1 times its size each, where an average in fp32 sends twice the
             weights at most. It needs ``outer``. With ``group`` a learner sends to one learner of each other group.
         group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
             them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
             so a group may be a host. 1: each learner steps alone.
+        then: a second topology W2: the result of the outer step is averaged again, at once. A round ends with
+            ``phi_j <- sum_k W2_jk(r) u_k``, where u_k is learner k's result without ``then``. The first average may
+            overlap with the steps, and the second one brings the learners closer: Factored Gossip DiLoCo (2606.22768).
+            This order rests on the abstract. The algorithm is in an appendix that was not read.
+        restart: R: the outer optimizer forgets its state after every R rounds, which widens the range of stable rates
+            and momenta (2605.28585, abstract); 0: never.
         weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
             the last average, where the loop sets ``handle.num_samples`` in each step; or ``tokens``, samples x samples
             / steps (Decoupled DiLoCo, 2604.21428). With ``topology`` take :class:`~ddpcore.Weighted` instead. In
@@ -108,7 +120,7 @@ class LocalSGD(SSGD):
 
     def __init__(
         self,
-        period: int = 8,
+        period: Varying = 8,
         *,
         warmup_steps: int = 0,
         switch_step: int = 0,
@@ -116,55 +128,62 @@ class LocalSGD(SSGD):
         topology: Topology | None = None,
         fragments: Fragments = 1,
         overlap: int = 0,
-        alpha: float = 0.0,
+        alpha: Varying = 0.0,
         compression: CodecLike = None,
         error_decay: float = 1.0,
         group: int = 1,
+        then: Topology | None = None,
+        restart: int = 0,
         weights: Weights = None,
     ) -> None:
-        super().__init__(weights)
+        super().__init__(group, weights)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
-        check_range(f"{self.name}: period", period, least=1)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
-        check_range("local_sgd: overlap", overlap, least=0, below=period)
-        check_range("local_sgd: alpha", alpha, least=0, most=1)
+        self._rounds = Rounds(self.name, period, switch_step, 1 if isinstance(period, int) else overlap + 1)
+        changes = self._rounds.period.changes
+        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
+        self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
-        group = typed("local_sgd: group", group, int)
-        check_range("local_sgd: group", group, least=1)
+        check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
         check_topology(self.name, topology)
+        check_topology(f"{self.name}: then", then)
+        if then is not None and topology is None:
+            raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
+        if restart and outer is None:
+            raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
                 "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
             )
-        if group > 1 and topology is not None:
-            raise ValueError(
-                f"local_sgd: group is {group} and neighbours average by topology: leave group or topology out"
-            )
         if weights is not None and topology is not None:
             raise ValueError(
                 "local_sgd: neighbours average by topology: leave weights out and take Weighted(topology, weights)"
             )
-        self._num_fragments = check_fragments(fragments, period)
-        for option, used in (("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap)):
+        self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.period.value)
+        for option, used in (
+            ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)
+        ):  # fmt: skip
             if warmup_steps and used:
                 raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
-        self.period = period
+        self.period = self._rounds.period.value
         self.warmup_steps = warmup_steps
         self.switch_step = switch_step
         self.outer = outer
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
-        self.topology = topology
+        self.topology = None if topology is None else self._between(topology)
         self.fragments = fragments
         self.overlap = overlap
-        self.alpha = alpha
+        self.alpha = self._alpha.value
         self.compression = compression
         self.error_decay = error_decay
-        self.group = group
-        self._rounds = None if topology is None else Slowed(topology, period)  # one round of the topology a period
+        self.then = None if then is None else self._between(then)
+        self.restart = restart
+        self._topology = None if topology is None else slowed(self.topology, self._rounds.number)  # once a round
+        self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -178,14 +197,18 @@ class LocalSGD(SSGD):
         if self.topology is not None:
             options += f", topology={self.topology!r}"
         if self.overlap or self.alpha:
-            options += f", overlap={self.overlap}, alpha={self.alpha}"
+            options += f", overlap={self.overlap}, alpha={describe(self.alpha)}"
         if self.compression is not None:
             options += f", compression={self.compression}, error_decay={self.error_decay}"
         if self.group > 1:
             options += f", group={self.group}"
         if self.weights is not None:
             options += f", weights={self.weights!r}"
-        return f"LocalSGD(period={self.period}, {options}, outer={'yes' if self.outer else None})"
+        if self.then is not None:
+            options += f", then={self.then!r}"
+        if self.restart:
+            options += f", restart={self.restart}"
+        return f"LocalSGD(period={describe(self.period)}, {options}, outer={'yes' if self.outer else None})"
 
     @property
     @override
@@ -199,7 +222,7 @@ class LocalSGD(SSGD):
 
     def _no_deaths(self) -> str:
         if self.group > 1:
-            return "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+            return NO_DEATHS_IN_GROUPS
         if self.overlap or self.compression is not None:
             return "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
         if self.topology is not None and self.outer is not None:
@@ -222,6 +245,19 @@ class LocalSGD(SSGD):
         if self.topology is not None:
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
+        if self.then is not None and self.topology is not None:
+            self.then.validate(num_learners)
+            kept, more = self.topology.kept_weights(num_learners), self.then.kept_weights(num_learners)
+            if (kept is None) != (more is None) or (kept is not None and bool((kept != more).any())):
+                raise ValueError("local_sgd: topology and then keep different means: give both the same weights")
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        super().check_run(num_steps)
+        if self.then is not None:
+            self.then.check_run(num_steps)
+        self._rounds.period.check_run(num_steps)
+        self._alpha.check_run(num_steps)
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
@@ -246,6 +282,9 @@ class LocalSGD(SSGD):
         for index in self._due(learner.step):
             if index in self._under_way:
                 self._use(learner, index, self._under_way.pop(index))
+        is_last = self.restart and (self._rounds.number(learner.step - 1) + 1) % self.restart == 0
+        if self._anchor is not None and is_last and self._is_due(learner.step, 0):
+            self._anchor.restart()
 
     def _lay_out(self, learner: Learner) -> None:
         """Find the parts, once the layout of the buffer is final."""
@@ -283,12 +322,13 @@ class LocalSGD(SSGD):
             transfer = learner.comm.exchange(message, Across(self.group), learner.step - 1)
             return _Average(message, transfer, decode, self.group, shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
-        if self._rounds is None:
+        if self._topology is None:
             scale_(rows_LX, shares, learner)
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
-        if self.overlap:
-            return _Average(rows_LX, learner.comm.exchange(rows_LX, self._rounds, learner.step - 1))
-        learner.comm.mix_(rows_LX, self._rounds, learner.step - 1)
+        if self.overlap or self.group > 1:
+            exchange = exchange_columns(learner.comm, rows_LX, self._topology, self.group, learner.step - 1)
+            return _Average(rows_LX, exchange)
+        learner.comm.mix_(rows_LX, self._topology, learner.step - 1)
         return _Average(rows_LX, None)
 
     def _use(self, learner: Learner, index: int, average: _Average) -> None:
@@ -300,9 +340,15 @@ class LocalSGD(SSGD):
             anchor_AX = self._anchor.rows(index)
             is_change = self._feedback is not None
             result_AX = self._anchor.step(result_AX if is_change else anchor_AX - result_AX[: len(anchor_AX)], index)
-        elif self._copies[index] is None:
+        if self._then is not None:
+            learner.check_sent(result_AX)
+            exchange = exchange_columns(learner.comm, result_AX, self._then, self.group, learner.step - 1)
+            exchange.mixture().apply_(result_AX)
+            if self._anchor is not None:
+                self._anchor.set_(result_AX, index)
+        if self._anchor is None and self._copies[index] is None:
             return  # the average is in place
-        weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self.alpha)
+        weights_LX.lerp_(result_AX.expand_as(weights_LX), 1 - self._alpha.at(learner.step - 1))
 
     def _due(self, step: int) -> list[int]:
         """The parts whose average is used in the step after which ``learner.step`` is ``step``."""
@@ -310,8 +356,8 @@ class LocalSGD(SSGD):
 
     def _is_due(self, step: int, fragment: int) -> bool:
         local = step - self.switch_step
-        if local <= 0:
-            return False
+        if local <= 0 or (fragment == 0 and not self.warmup_steps):
+            return self._rounds.ends(step)
         if local <= self.warmup_steps:  # 1, 2, 4, ... up to H, in equal shares of the warm-up
             doublings = (self.period - 1).bit_length()
             period = min(self.period, 2 ** ((local - 1) * doublings // self.warmup_steps))
@@ -346,3 +392,7 @@ class LocalSGD(SSGD):
         self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])
+
+    @override
+    def columns(self) -> Sequence[tuple[int, int]]:
+        return [(begin, end) for _, begin, end in self._parts]

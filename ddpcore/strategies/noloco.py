@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
+from ddpcore.comm.agreement import describe
+from ddpcore.options.milestones import Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import warn_of_growth
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -36,9 +38,10 @@ class NoLoCo(LocalSGD):
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
-        period: H.
+        period: H, or a schedule of it: see :class:`~ddpcore.LocalSGD`.
         outer_lr: b.
         outer_momentum: mu, 0 <= mu < 1.
+        group: k, see :class:`~ddpcore.LocalSGD`: k learners are one, and sum over groups.
 
     Raises:
         ValueError: a number is out of its range.
@@ -47,12 +50,19 @@ class NoLoCo(LocalSGD):
     name: ClassVar[str] = "noloco"
 
     def __init__(
-        self, topology: Topology | None = None, *, period: int = 50, outer_lr: float = 0.7, outer_momentum: float = 0.5
+        self,
+        topology: Topology | None = None,
+        *,
+        period: Varying = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.5,
+        group: int = 1,
     ) -> None:
         check_range("noloco: outer_lr", outer_lr, above=0)
         check_range("noloco: outer_momentum", outer_momentum, least=0, below=1)
         outer = partial(torch.optim.SGD, lr=outer_lr, momentum=outer_momentum)
-        super().__init__(period, outer=outer, topology=RandomPair() if topology is None else topology)
+        self._given = RandomPair() if topology is None else topology
+        super().__init__(period, outer=outer, topology=self._given, group=group)
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
 
     @override
@@ -64,11 +74,12 @@ class NoLoCo(LocalSGD):
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
-        if type(self.topology) is not RandomPair or num_learners == 1:  # a subclass may draw others
+        num = num_learners // self.group
+        if type(self._given) is not RandomPair or num == 1:  # a subclass may draw others
             return False
-        (e, s), b, mu = self.topology.kept(num_learners), self.outer_lr, self.outer_momentum
+        (e, s), b, mu = self._given.kept(num), self.outer_lr, self.outer_momentum
         return b * (1 - 2 * e + s) * (1 + mu) > 2 * (1 - e) * (1 - mu**2) + 2 * mu * b * (1 - e) ** 2
 
     def __repr__(self) -> str:
-        options = f"period={self.period}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
+        options = f"period={describe(self.period)}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
         return f"NoLoCo({self.topology!r}, {options})"

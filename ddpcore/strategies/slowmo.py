@@ -60,6 +60,8 @@ class SlowMo(Strategy):
         check_range("slowmo: slow_lr", typed("slowmo: slow_lr", slow_lr, float), above=0)
         if not isinstance(base, DPSGD | None):
             raise ValueError(f"slowmo: base is {base!r}: take gossip, a DPSGD, or None for local steps")
+        if base is not None and base.group > 1:
+            raise ValueError(f"slowmo: base has groups of {base.group}: leave group out")
         if base is not None and base.staleness:
             raise ValueError("slowmo: each exchange must end within its period: take a base of staleness 0")
         if base is not None and base.compression is not None and base.compression.differences:

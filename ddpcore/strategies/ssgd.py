@@ -1,4 +1,4 @@
-"""Synchronous SGD."""
+"""Synchronous SGD, and the averages of gradients that other strategies share."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Work
+from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of, weights_of
-from ddpcore.topology.base import relative
+from ddpcore.topology.base import Topology, relative
+from ddpcore.topology.wrapped import BetweenGroups
 
 
-class SSGD(Strategy):
-    r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
+class GradientAverages(Strategy):
+    """A strategy that averages gradients of all learners, or of groups, in the steps whose ``plan`` says so.
 
-    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2). Buckets of gradients are averaged
-    during the backward pass. When it returns, ``.grad`` holds the mean, as under DistributedDataParallel.
+    Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
+    DistributedDataParallel.
 
     Args:
-        weights: p, how much each learner counts: the mean is ``sum_k p_k g_k / sum_k p_k``. Numbers, or ``samples``:
-            the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
-            ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
+        group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
+        weights: see :class:`SSGD`.
 
     Raises:
-        ValueError: a weight is negative, all are 0, or there is not one for each learner.
+        ValueError: group is no whole number of at least 1; a weight is negative, or all are 0.
     """
 
-    name: ClassVar[str] = "ssgd"
-
-    def __init__(self, weights: Weights = None) -> None:
+    def __init__(self, group: int = 1, weights: Weights = None) -> None:
+        self.group = typed(f"{self.name}: group", group, int)
+        check_range(f"{self.name}: group", group, least=1)
         if weights is not None:  # else checkpoints of earlier versions have another description of the strategy
             self.weights = weights_of(self.name, weights)
         self._works: list[Work] = []
         self._shares: Tensor | None = None  # [n], of this backward pass
 
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits(averages_gradients=True, stays_identical=True)
+    def _between(self, topology: Topology) -> Topology:
+        """A topology of the groups as one of their learners."""
+        return topology if self.group == 1 else BetweenGroups(self.group, topology)
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -70,7 +70,8 @@ class SSGD(Strategy):
             self.after_backward(learner)  # raises the error of the connection if a rank died
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
-                "so its gradients are wrong: call zero_grad() and the model again"
+                "or inside another one (use_reentrant=True), so its gradients are wrong: call zero_grad() and the "
+                "model again, with use_reentrant=False"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         if is_first:
@@ -83,6 +84,31 @@ class SSGD(Strategy):
         for work in self._works:
             work.wait()
         self._works.clear()
+
+
+class SSGD(GradientAverages):
+    r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
+
+    ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2).
+
+    Args:
+        weights: p, how much each learner counts: the mean is ``sum_k p_k g_k / sum_k p_k``. Numbers, or ``samples``:
+            the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
+            ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
+
+    Raises:
+        ValueError: a weight is negative, all are 0, or there is not one for each learner.
+    """
+
+    name: ClassVar[str] = "ssgd"
+
+    def __init__(self, weights: Weights = None) -> None:
+        super().__init__(weights=weights)
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        return Traits(averages_gradients=True, stays_identical=True)
 
     def __repr__(self) -> str:
         return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"

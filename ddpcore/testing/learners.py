@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
 
 from ddpcore import Connection, Distributed, Strategy, distribute
 from ddpcore.optim import FusedSGD
+from ddpcore.parameters.shards import is_dtensor
 
 STEPS = 6
 BATCH = 4  # samples of a learner in a step
@@ -100,6 +103,7 @@ class SmallRun:
         num_learners: in all.
         scenario: see :class:`Scenario`.
         group: of real ranks; None makes all learners virtual.
+        mesh: instead of a group: ``learners`` and ``shards``, so that several ranks are one learner.
         rows: virtual learners on each rank of the group; None makes each rank one learner.
         connection: of the ranks; its buckets are the scenario's.
         options: further arguments of :func:`ddpcore.distribute`.
@@ -113,12 +117,15 @@ class SmallRun:
         scenario: Scenario,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         rows: int | None = None,
         connection: Connection | None = None,
         options: dict[str, Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._make_strategy, self._scenario, self._num_learners = make_strategy, scenario, num_learners
+        self._mesh, given = mesh, {"group": group} if mesh is None else {"mesh": mesh["learners"]}
+        group = group if mesh is None else mesh.get_group("learners")
         self._rank = 0 if group is None else dist.get_rank(group)
         self._is_real = group is not None and rows is None
         self._device = device
@@ -126,7 +133,7 @@ class SmallRun:
         self._held = range(self._rank * rows, (self._rank + 1) * rows)
         self._arguments = {
             "learners": None if self._is_real else rows,
-            "group": group,
+            **given,
             "vectorize": None if self._is_real else False,
             "connection": replace(
                 connection or Connection(),
@@ -142,7 +149,7 @@ class SmallRun:
         losses = []
         for step in range(num_steps):
             if step == self._scenario.resume_at:
-                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+                saved = tree_map(_copy_of, (dict(model.state_dict()), optimizer.state_dict(), handle.state_dict()))
                 model, optimizer, handle = self._start(seed=99)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
@@ -155,6 +162,11 @@ class SmallRun:
         middle = (nn.BatchNorm1d(7),) if self._scenario.batch_norm else ()
         model = nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Linear(7, 3)).to(self._device)
         model[0].bias.requires_grad_(not self._scenario.freeze)
+        if self._mesh is not None:
+            from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  its import takes long
+
+            for module in (model[0], model[-1], model):
+                fully_shard(module, mesh=self._mesh["shards"])
         optimizer = self._scenario.make_optimizer([p for p in model.parameters() if p.requires_grad])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*there is one learner")  # as intended here
@@ -172,13 +184,20 @@ class SmallRun:
                     x[self._held[0] : self._held[-1] + 1, begin : begin + size].to(self._device)
                     for x in batch(step, self._num_learners)
                 )
+                if self._mesh is not None:
+                    num, own = self._mesh.size(1), self._mesh.get_local_rank("shards")
+                    inputs, labels = (x.chunk(num, dim=1)[own] for x in (inputs, labels))
                 outputs = handle.model(inputs[0])[None] if self._is_real else handle.model(inputs)
                 losses = torch.stack([F.cross_entropy(*pair) for pair in zip(outputs, labels, strict=True)])
                 losses.sum().backward()
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] *= self._scenario.lr_decay
-        return losses.detach()
+        losses = losses.detach()
+        if self._mesh is not None:
+            dist.all_reduce(losses, group=self._mesh.get_group("shards"))
+            losses /= self._mesh.size(1)
+        return losses
 
     def _result(self, handle: Distributed, losses: Tensor) -> Result:
         bytes_sent = handle.comm.bytes_sent
@@ -196,6 +215,11 @@ class SmallRun:
 
 
 def _numbers(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and then buffers of floating-point numbers."""
+    """Parameters, and then buffers of floating-point numbers. Those of a learner of several ranks are gathered."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return {**dict(model.named_parameters()), **buffers}
+    named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
+    return {name: tensor.full_tensor() if is_dtensor(tensor) else tensor for name, tensor in named.items()}
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

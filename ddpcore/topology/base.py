@@ -51,6 +51,9 @@ class Topology(ABC):
         """E[W^T W] of a random topology in closed form, float64 [n, n]."""
         raise NotImplementedError(f"{type(self).__name__} has no closed form of E[W^T W]")
 
+    def check_run(self, num_steps: int) -> None:
+        """Raise ValueError if the topology has a schedule that goes past the end of a run of so many steps."""
+
     def rounds(self, step: int, num_learners: int) -> list[Round]:
         """The rounds of all learners at a step."""
         check(step, 0, num_learners)

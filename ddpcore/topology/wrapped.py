@@ -1,17 +1,19 @@
-"""Topologies made of others: averages damped, slowed, between hosts, or over other numbers of learners."""
+"""Topologies made of others: damped, slowed, by a schedule, between hosts, or over other numbers of learners."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from typing_extensions import override
 
+from ddpcore.options.milestones import Milestones
 from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Matrix, Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import Round, uniform
 from ddpcore.topology.spectrum import Vector
 
 
@@ -32,6 +34,10 @@ class _Wrapped(Topology):
     @override
     def kept_weights(self, num_learners: int) -> Vector | None:
         return self.topology.kept_weights(num_learners)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        self.topology.check_run(num_steps)
 
 
 @dataclass(frozen=True)
@@ -110,30 +116,160 @@ class Damped(_Wrapped):
 
 @dataclass(frozen=True)
 class Slowed(_Wrapped):
-    """``W(t)`` is the matrix of step ``t // steps`` of another topology, for learners that average every so many steps.
+    """``W(t)`` is the matrix of another topology in the round of step t, for learners that average once a round.
 
     Args:
         topology: the other one.
-        steps: at least 1.
+        rounds_of: gives the round of a step.
     """
 
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_range("Slowed: steps", self.steps, least=1)
+    rounds_of: Callable[[int], int]
 
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        return self.topology.round(step // self.steps, rank, num_learners)
+        return self.topology.round(self.rounds_of(step), rank, num_learners)
 
     @override
     def period(self, num_learners: int) -> int | None:
-        period = self.topology.period(num_learners)
-        return period if period in (None, 1) else period * self.steps
+        """1 if that of the other topology is 1, else unknown."""
+        return 1 if self.topology.period(num_learners) == 1 else None
 
     @override
-    def expected_square(self, num_learners: int) -> Matrix:
-        return self.topology.expected_square(num_learners)
+    def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
+        self.topology.validate(num_learners, push_sum=push_sum)
+
+
+@dataclass(frozen=True)
+class Scheduled(Topology):
+    """A topology from each milestone on: ``Scheduled([(0, Ring()), (600, Complete())])``.
+
+    Args:
+        stages: pairs of the first step and the topology, in ascending order from step 0; or
+            :class:`~ddpcore.Milestones` of topologies.
+
+    Raises:
+        ValueError: they are no such pairs.
+    """
+
+    stages: Milestones[Topology]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, Milestones):
+            object.__setattr__(self, "stages", Milestones(self.stages))
+        for _, topology in self.stages.stages:
+            if not isinstance(topology, Topology):
+                raise ValueError(f"Scheduled: a stage has {topology!r}: pass an instance, such as ddpcore.Ring()")
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        check(step, rank, num_learners)
+        return self.stages(step).round(step, rank, num_learners)
+
+    @override
+    def period(self, num_learners: int) -> int | None:
+        """None: the first stages do not come again."""
+        return None
+
+    @override
+    def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
+        for _, topology in self.stages.stages:
+            topology.validate(num_learners, push_sum=push_sum)
+            if topology.kept_weights(num_learners) is not None:
+                raise ValueError("Scheduled: a stage has weights of learners: take Weighted(Scheduled(...), weights)")
+
+    @override
+    def spectral_gap(self, num_learners: int) -> float:
+        """That of the last stage."""
+        return self.stages.stages[-1][1].spectral_gap(num_learners)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        self.stages.check_run("strategy.topology", num_steps)
+
+
+def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
+    """The topology of learners that average once a round. Milestones of a schedule stay steps.
+
+    Args:
+        topology: of each round.
+        rounds: the round of a step.
+    """
+    if isinstance(topology, Scheduled):
+        return Scheduled(tuple((step, slowed(one, rounds)) for step, one in topology.stages.stages))
+    if isinstance(topology, BetweenGroups):
+        return BetweenGroups(topology.size, slowed(topology.between, rounds))
+    return Slowed(topology, rounds)
+
+
+@dataclass(frozen=True)
+class WithinGroups(Topology):
+    """Each learner averages with all of its group of ``size`` consecutive learners. It joins no groups."""
+
+    size: int
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        first = rank - rank % self.size
+        return uniform(*[[other for other in range(first, first + self.size) if other != rank]] * 2)
+
+    @override
+    def period(self, num_learners: int) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class BetweenGroups(Topology):
+    """Groups of ``size`` consecutive learners average as the learners of another topology do.
+
+    ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with
+    the weights V of the other topology. Members of a group hold the same rows, so measurements are those of V.
+
+    Args:
+        size: k, of each group.
+        between: V, over n / k groups.
+    """
+
+    size: int
+    between: Topology
+
+    def num_groups(self, num_learners: int) -> int:
+        """n / k. ValueError: k is no divisor of n."""
+        if num_learners % self.size:
+            raise ValueError(
+                f"group is {self.size} and there are {num_learners} learners: take a divisor of {num_learners}"
+            )
+        return num_learners // self.size
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        check(step, rank, num_learners)
+        group, place = divmod(rank, self.size)
+        turn = self.between.round(step, group, self.num_groups(num_learners))
+        sources, readers = (
+            tuple(other * self.size + place for other in others) for others in (turn.sources, turn.destinations)
+        )
+        return Round(turn.self_weight, sources, turn.weights, readers)
+
+    @override
+    def period(self, num_learners: int) -> int | None:
+        return self.between.period(self.num_groups(num_learners))
+
+    @override
+    def kept_weights(self, num_learners: int) -> Vector | None:
+        kept = self.between.kept_weights(self.num_groups(num_learners))
+        return None if kept is None else kept.repeat(self.size)
+
+    @override
+    def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
+        self.between.validate(self.num_groups(num_learners), push_sum=push_sum)
+
+    @override
+    def spectral_gap(self, num_learners: int) -> float:
+        return self.between.spectral_gap(self.num_groups(num_learners))
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        self.between.check_run(num_steps)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class StepRecorder:
         handle, batches = self._trainer.handle, self._trainer.batches
         counts = [new - old for new, old in zip(self._counts(), self._before, strict=True)]
         exposed = None if handle.spans is None and handle.comm.num_learners == 1 else counts[0]
+        is_alone = 1 < len(handle.comm.learners) == handle.comm.num_learners
         line = {
             "step": self._trainer.num_steps,
             "learners": list(self._trainer.learners),
@@ -90,6 +91,7 @@ class StepRecorder:
             "backward": counts[2],
             "overlapped": None if handle.spans is None else counts[3],
             "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in handle.comm.waited.items()},
+            "consensus_distance": handle.consensus_distance() if is_alone else None,
         }
         self._lines.append((line, losses_L.detach().clone()))
         self.resume()

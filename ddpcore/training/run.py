@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
+from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.config import nested
-from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest
+from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -219,6 +220,10 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     differences = _differences(config, known.header["config"], resume)
     if differences:
         raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
+    if known.final and _is_longer(config, nested(known.header["config"])) and not known.final["diverged"]:
+        if not steps_of(checkpoints):
+            raise ValueError(f"{shown(checkpoints)} has no checkpoint: a run without one cannot be made longer")
+        return None
     digest = known.header.get("dataset_digest")  # old records have none
     if dataset is not None and digest is not None and digest != dataset.digest():
         raise ValueError(f"{shown(out)} holds a run on other samples: take another folder, or the same samples")
@@ -245,13 +250,22 @@ def _resume(
 
 
 def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) -> list[str]:
-    """The keys in which a saved run differs. A resumed run may have another number of learners.
+    """The keys in which a saved run differs. A resumed run may be longer, or have another number of learners.
 
     Raises:
-        ValueError: its learners have samples of their own, so others cannot take them.
+        ValueError: its learning rates depend on its length; or its learners have samples of their own, so others cannot
+            take them.
     """
     known = nested(known)
     own, theirs = config.strategy.learners, known.get("strategy", {}).get("learners", 1)
+    if resume and _is_longer(config, known):
+        name = config.optimizer.schedule
+        if name not in OF_ANY_LENGTH:
+            raise ValueError(
+                f"the saved run is shorter, and learning rates of the schedule {name!r} depend on the length: only a "
+                f"run with the schedule {', '.join(sorted(OF_ANY_LENGTH))} can be made longer"
+            )
+        known = {**known, "run": {**known["run"], "epochs": config.run.epochs, "steps": config.run.steps}}
     if not resume or own == theirs:
         return config.difference(known)
     if config.data.sampler != SAMPLERS[0] or config.data.shards != SHARDS[0]:
@@ -260,6 +274,12 @@ def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) ->
             f"learners; only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
         )
     return config.difference({**known, "strategy": {**known.get("strategy", {}), "learners": own}})
+
+
+def _is_longer(config: TrainConfig, known: Mapping[str, Any]) -> bool:
+    """Whether the config is longer than a saved one, counted in the same unit."""
+    run = known.get("run", {})
+    return any((getattr(config.run, unit) or 0) > (run.get(unit) or 0) > 0 for unit in ("epochs", "steps"))
 
 
 def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements, states: list[Any]) -> Progress:

@@ -22,7 +22,8 @@ class RunWriter:
     Args:
         out: the folder.
         header: the first row of a new run; its ``total_steps`` is the length of the progress bar.
-        resumed: the row of a resumed run; None for a new run. Rows after its ``step`` are removed from the record.
+        resumed: the row of a resumed run; None for a new run. Rows after its ``step`` are removed from the record. If
+            the run had ended, because it was shorter, its last row and its model are removed too.
         tensorboard: also write scalars for TensorBoard.
         on_record: called with each row, after it was appended to the record.
     """
@@ -41,6 +42,10 @@ class RunWriter:
         for problem in known.problems:
             self.warn(f"{problem}: the run goes on without it")
         rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
+        if rows and any(row.get("kind") == "end" for row in known.rows):  # it goes on as a longer run
+            (out / MODEL).unlink(missing_ok=True)
+            longer = {name: header[name] for name in ("config", "total_steps")}
+            rows = [{**row, **longer} if row.get("kind") == "run" else row for row in rows if row.get("kind") != "end"]
         if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)

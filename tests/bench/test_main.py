@@ -51,7 +51,7 @@ def started(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The same as a user starts it: in a new interpreter, which spawns its ranks."""
     environment = ranks.environment() | {"CUDA_VISIBLE_DEVICES": ""}
     whole = [sys.executable, "-m", "ddpcore.bench", *line.split()]
-    return subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def strict(text: str) -> Any:

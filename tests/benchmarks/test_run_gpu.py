@@ -44,7 +44,7 @@ def interpreter(tmp_path: Path) -> Path:
 
 def run(arguments: list[str], python: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": str(python)} | variables
-    return subprocess.run(["bash", SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(["bash", SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=900)
 
 
 def steps_of(out: Path) -> dict[str, tuple[str, str]]:
@@ -173,7 +173,7 @@ def test_the_check_for_kernels_runs_on_the_package() -> None:
     code = re.search(r"-c '(.*machine\.kernels.*)' \$device", SCRIPT.read_text())
     assert code is not None
     words = [sys.executable, "-c", code[1], "none"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stderr) == (1, "")
 
 
@@ -193,7 +193,7 @@ def test_the_tests_are_linked_with_the_objects_of_this_interpreter(tmp_path: Pat
     python = stand_in(tmp_path, needs=f"1 9.0 build/temp.this {compiler}")
     words = ["bash", tmp_path / "benchmarks" / "run_gpu.sh", tmp_path / "out", "--only", "tests"]
     environment = os.environ | {"PYTHON": str(python), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout
     steps = steps_of(tmp_path / "out")
     assert (steps["cpp-tests"][0], steps["cpp-tests-slow-doubles"][0]) == ("ok", "ok")

@@ -187,7 +187,7 @@ def test_virtual_learners_and_baselines_have_no_link() -> None:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    return ranks.run("link_ranks", 3, timeout=300)
+    return ranks.run("link_ranks", 3, timeout=900)
 
 
 @pytest.mark.parametrize("transport", ["shm", "pg"])

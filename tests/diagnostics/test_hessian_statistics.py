@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_real_ranks_say_what_virtual_learners_say(strategy: str, transport: str,
         seen = one[strategy, transport]
         assert all(torch.equal(a, b) for a, b in zip(seen["weights"][0], virtual["weights"][rank], strict=True))
         for ours, theirs in zip(seen["records"], virtual["records"], strict=True):
-            for name in ("largest", "smallest", "distance", "disagreement", "noise", "noise_shares"):
+            for name in ("largest", "smallest", "distance", "disagreement", "penalty", "noise", "noise_shares"):
                 if theirs[name] is None:
                     assert ours[name] is None, name
                 else:  # sums of gradients in another order: fp32 rounding of eigenvalues near 1
@@ -130,6 +131,38 @@ def test_shares_in_closed_form() -> None:
         assert total == pytest.approx(float(squares.sum()), rel=1e-4)
         assert shares == pytest.approx((squares[:2] / squares.sum()).tolist(), rel=1e-3)
     assert record.isotropic == pytest.approx(1 / 63)
+
+
+def test_penalty_against_the_dense_hessian() -> None:
+    """``1/2 tr(H C)`` with H of the mean of all learners' losses, at the mean of their weights."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = FusedSGD(model.parameters(), lr=0.2)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(period=100), learners=3)
+    inputs, targets = torch.randn(3, 8, 3), torch.randn(3, 8, 2)
+    loss_of = lambda outputs: (outputs - targets).square().mean(dim=(1, 2)).sum()  # noqa: E731
+    statistics = HessianStatistics(handle, lambda: loss_of(handle.model(inputs)), every=5, top=2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss_of(handle.model(inputs)).backward()
+        rows = [nn.utils.parameters_to_vector(one.parameters()).detach().double() for one in handle.models]
+        optimizer.step()
+    weights = torch.stack(rows)
+    layers = copy.deepcopy(handle.models[0]).double()
+
+    def mean_loss(vector: torch.Tensor) -> torch.Tensor:
+        shapes, parts = {}, vector.split([parameter.numel() for parameter in layers.parameters()])
+        for (name, parameter), part in zip(layers.named_parameters(), parts, strict=True):
+            shapes[name] = part.view_as(parameter)
+        outputs = torch.func.functional_call(layers, shapes, (inputs.double().flatten(0, 1),))
+        return (outputs - targets.double().flatten(0, 1)).square().mean()
+
+    dense = torch.autograd.functional.hessian(mean_loss, weights.mean(0))
+    apart = weights - weights.mean(0)
+    (record,) = statistics.records
+    assert record.penalty == pytest.approx(float(torch.trace(dense @ (apart.T @ apart / 3))) / 2, rel=1e-4)
+    increase = torch.stack([mean_loss(row) for row in weights]).mean() - mean_loss(weights.mean(0))
+    assert record.penalty == pytest.approx(increase.item(), rel=0.2), "to second order"
 
 
 def test_noise_in_the_weights_is_the_distance() -> None:

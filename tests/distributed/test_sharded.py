@@ -15,7 +15,7 @@ TOLERANCE = 2e-6
 
 
 def started(what: str, world_size: int = 4) -> list[dict[str, Any]]:
-    return ranks.run("sharded_ranks", world_size, more=[[what, "sharded.md"]] * world_size)
+    return ranks.run("sharded_ranks", world_size, 900, more=[[what, "sharded.md"]] * world_size)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,15 @@ def check_all(seen: list[dict[str, Any]], what: str) -> None:
         assert all(of_rank[what].values()), of_rank[what]
 
 
+def check_resharded(seen: list[dict[str, Any]]) -> None:
+    for rank, of_rank in enumerate(seen):
+        for case, differences in of_rank["resharded"].items():
+            loaded = ("shards, loaded", "plain, loaded", "shards, trained", "plain, trained") if rank < 2 else ()
+            assert set(differences) == {*loaded, *(("one process",) if rank == 0 else ()), "four learners"}
+            assert max(differences.values()) <= TOLERANCE, (case, differences)
+            assert all(differences[name] == 0 for name in loaded[:2]), (case, differences)
+
+
 def test_learners_of_two_ranks_are_virtual_learners_with_whole_batches(quick):
     check_virtual(quick)
 
@@ -54,6 +63,10 @@ def test_features_of_fsdp_have_the_bits_of_averages_by_hand(quick):
 
 def test_a_run_goes_on_to_the_bit(quick):
     check_all(quick, "resumed")
+
+
+def test_a_saved_run_loads_on_other_shards_in_plain_ranks_and_its_average_in_one_process(quick):
+    check_resharded(quick)
 
 
 def test_the_average_is_sharded_and_loads_into_a_whole_model(quick):
@@ -88,27 +101,35 @@ def test_noise_scales_are_of_whole_learners(quick):
 
 
 REFUSED = {
-    "all ranks": "another learner: shard it over the other dimensions",
-    "without mesh": "another learner: shard it over the other dimensions",
+    "all ranks": "blocks.0.scale is sharded or replicated over rank {other} of another learner: shard it over",
+    "without mesh": "blocks.0.scale is sharded or replicated over rank {beside} of another learner: shard it over",
     "both": "mesh= says which ranks are learners: leave group= out",
     "two dimensions": "pass the one of the learners, mesh['learners']",
-    "virtual": "leave learners= out, and pass mesh=",
-    "partly": "call fully_shard on the whole model, too",
-    "shrink": "on_failure is 'shrink'",
+    "virtual": "blocks.0.scale is a DTensor and virtual learners are whole: leave learners= out, and pass mesh=",
+    "partly": "blocks.1.scale is whole and blocks.0.scale is a DTensor: call fully_shard on the whole model, too",
+    "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
+    "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
+    "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",
+    "join": "layout of parameter blocks.0.scale is of a sharded learner, and learners of one rank join",
+    "shrink": "on_failure is 'shrink': a learner is several ranks, and those of a dead rank's learner cannot go on",
     "scaler": "without scaler=",
     "quarantine": "take 'skip'",
     "adpsgd": "adpsgd: the ranks of a learner",
     "noisy_ssgd": "noisy_ssgd: the noise of a weight",
     "offload": "leave offload_policy out",
-    "other placements": "ranks do not train the same: layout of parameter",
+    "other placements": "ranks do not train the same: layout of parameter blocks.0.scale",
+    "whole state": "holds whole learners and this model is sharded: load it into a whole model",
+    "other parameters": "holds a model with other parameters, such as other.weight: load it into the model that saved",
+    "compressed": "holds compressed weights of 2 shards that were under way: load it on as many",
     "other options": "ranks do not train the same: strategy",
 }
 
 
 @each("name", REFUSED)
 def test_refused_on_all_ranks(name, quick):
-    for of_rank in quick:
-        assert REFUSED[name] in of_rank["refused"][name]
+    for rank, of_rank in enumerate(quick):
+        text = REFUSED[name].format(other=(2, 3, 0, 1)[rank], beside=(1, 0, 3, 2)[rank])
+        assert text in of_rank["refused"][name]
         assert "weights were changed" not in of_rank["refused"][name]
 
 
@@ -117,6 +138,7 @@ def test_all_strategies_optimizers_and_features(whole_list):
     check_virtual(whole_list)
     for what in ("plain", "features", "accumulated", "resumed"):
         check_all(whole_list, what)
+    check_resharded(whole_list)
     assert max(of_rank["momentum"] for of_rank in whole_list) <= TOLERANCE
     assert [one["nonfinite"]["skip", "dpsgd"]["found"] for one in whole_list] == [[], [], [(1, 2)], [(1, 2)]]
 

@@ -34,7 +34,7 @@ def run(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProces
     (folder / script).write_text(SCRIPTS[script])
     words = [sys.executable, *launcher, script]
     return subprocess.run(
-        words, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=240, check=False
+        words, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -90,7 +90,7 @@ def test_wandb_takes_the_rows_of_a_record(tmp_path: Path) -> None:
         env={**ranks.environment(), "WANDB_SILENT": "true"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,7 +32,7 @@ def torchrun(folder: Path, script: str, *words: object) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(EXAMPLES / script), *map(str, words)]
     done = subprocess.run(
-        command, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -48,7 +50,7 @@ def two_ranks(folder: Path, script: str, *words: object, num: int = 2) -> list[s
         command = [str(EXAMPLES / script), *map(str, words)]
         started.append(forked.start(command, logs[rank], ranks.environment() | shared | own, folder))
     for process in started:
-        process.join(120)
+        process.join(ranks.LIMIT)
     codes = [process.exitcode for process in started]
     for process in started:
         process.kill()
@@ -182,3 +184,16 @@ def test_fsdp2_lamb(tmp_path: Path) -> None:
     resumed, _ = two_ranks(tmp_path, "fsdp2_lamb.py", *words)
     assert resumed.startswith("step 41: ")
     assert numbers(r"loss ([\d.]+)", resumed)[-1] < losses[-1]
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, in their order. All strategies learn, and only SSGD's learners stay together."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = json.loads((EXAMPLES / "gossip_on_a_laptop.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "the notebook is kept without outputs"
+            exec("".join(cell["source"]), names)
+    for name, (errors, distances) in names["results"].items():
+        assert errors[-1] < 0.1 and (distances[-1] < 1e-5) == (name == "SSGD")

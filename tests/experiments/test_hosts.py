@@ -25,7 +25,7 @@ def process(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = ranks.environment()
     environment["PYTHONPATH"] += os.pathsep + str(ranks.HERE)
     code = f"import hosts_worker; hosts_worker.main({name!r}, {str(folder)!r})"
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=900)
 
 
 def test_two_networks_and_one_cable(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
         seen = started.stderr.readline()  # after ten seconds, and some points
         assert re.match(r"landscape: \d+ of 1000000, ", seen)
         os.killpg(started.pid, signal.SIGINT)
-        error = seen + started.communicate(timeout=100)[1]
+        error = seen + started.communicate(timeout=900)[1]
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)

@@ -259,12 +259,12 @@ def test_torchrun_runs_a_study(tiny: Path, tmp_path: Path) -> None:
     assert process(*words, "--out", tmp_path / "own", "--world-size", 2).returncode == 0
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ddpcore.experiments"]
     command = [*start, *map(str, words), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     own, joined = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("own", "out"))
     assert own["place"] == joined["place"] == "2 processes of 2 virtual learners"
     assert own["metrics"]["train_loss"] == joined["metrics"]["train_loss"]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert again.returncode != 0
     assert "contains this study already" in again.stderr
 

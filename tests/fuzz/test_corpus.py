@@ -47,5 +47,5 @@ def test_without_atheris_it_says_what_to_install(tmp_path: Path) -> None:
     script = CORPUS.parent / "fuzz.py"
     words = [sys.executable, "-c", f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
              f"sys.argv = ['fuzz.py']; runpy.run_path({str(script)!r}, run_name='__main__')"]  # fmt: skip
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2 and "pip install atheris" in ended.stdout

@@ -58,6 +58,13 @@ MAKERS: dict[str, Any] = {
         period=3, group=2, switch_step=1, fragments=2, outer=outer, overlap=2, alpha=0.5
     ),
     "grouped_int4": lambda topology: ddpcore.LocalSGD(period=2, group=2, outer=outer, compression=Int4()),
+    "grouped_dpsgd": lambda topology: ddpcore.DPSGD(topology, group=2),
+    "grouped_atc": lambda topology: ddpcore.DPSGD(topology, group=2, order="adapt_then_combine"),
+    "grouped_gasloc": lambda topology: ddpcore.GASLoC(topology, period=[[0, 2], [2, 1]], group=2),
+    "grouped_two_mixes": lambda topology: ddpcore.LocalSGD(
+        period=3, group=2, topology=topology, then=ddpcore.Ring(), outer=outer, overlap=1, fragments=2, restart=1
+    ),
+    "two_mixes": lambda topology: ddpcore.LocalSGD(2, topology=topology, then=ddpcore.Ring(), outer=outer),
     "noloco": lambda topology: ddpcore.NoLoCo(topology, period=2),
     "gasloc": lambda topology: ddpcore.GASLoC(topology, period=2),
     "slowmo": lambda topology: ddpcore.SlowMo(ddpcore.DPSGD(topology), period=3),
@@ -88,6 +95,8 @@ UNEVEN = {
     "tracking": ("ring", "random_pair", "from_matrix", "weighted"),
     "dpsgd_consensus": ("ring", "random_pair"), "streaming_gossip": ("ring", "random_pair"),
     "noloco": ("ring", "random_pair", "one_peer_exponential"), "gasloc": ("ring", "random_pair", "weighted"),
+    "grouped_dpsgd": ("ring", "random_pair"), "grouped_atc": ("random_pair",), "grouped_gasloc": ("random_pair",),
+    "grouped_two_mixes": ("random_pair",), "two_mixes": ("random_pair",),
 }  # fmt: skip
 GOSSIP = ("slowmo", *(name for name in MAKERS if name.startswith("dpsgd") or name in UNEVEN), "push_sum")
 FIXED = ("complete", "ring", "from_matrix")

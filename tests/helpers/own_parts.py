@@ -35,6 +35,16 @@ class ChecksNothing(Strategy):
         learner.comm.average_(learner.flat.param_LP, learner.step - 1).wait()
 
 
+class ScalesByNorm(MeanOfWeights):
+    """Wrong on shards: the norm is of the gradients of one rank."""
+
+    name: ClassVar[str] = "scales_by_norm"
+
+    def before_step(self, learner: Learner) -> None:
+        learner.flat.gather_grads()
+        learner.flat.grad_LP.div_(1 + learner.flat.grad_LP.norm(dim=1, keepdim=True))
+
+
 class Alternating(SSGD):
     """All average their gradients in even steps, and neighbours their weights in odd steps; right."""
 

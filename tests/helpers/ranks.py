@@ -18,6 +18,7 @@ from helpers import forked
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+LIMIT = 900.0  # seconds, of a run that hangs; on a busy machine a good one takes minutes
 
 
 def environment() -> dict[str, str]:
@@ -33,12 +34,12 @@ def names_in_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def python(*words: object, cwd: Path, timeout: float = 240.0, **more: str) -> subprocess.CompletedProcess[str]:
+def python(*words: object, cwd: Path, timeout: float = LIMIT, **more: str) -> subprocess.CompletedProcess[str]:
     """``python WORDS`` as a process of its own, without the seconds of an import (:mod:`forked`)."""
     return forked.run([*map(str, words)], cwd=cwd, env=environment() | more, timeout=timeout)
 
 
-def run(script: str, world_size: int, timeout: float = 300.0, more: Sequence[Sequence[object]] = ()) -> list[Any]:
+def run(script: str, world_size: int, timeout: float = LIMIT, more: Sequence[Sequence[object]] = ()) -> list[Any]:
     """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError.
 
     ``more`` are further words for each rank.

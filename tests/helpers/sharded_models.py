@@ -78,6 +78,13 @@ def frozen(model: Net, mesh: DeviceMesh) -> Net:
     return sharded(model, mesh)
 
 
+def mixed(**options: Any) -> Net:
+    """Tied weights, and a frozen block."""
+    model = net(tied=True, **options)
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
 FEATURES: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "plain": lambda mesh: sharded(net(), mesh),
     "kept": lambda mesh: sharded(net(), mesh, reshard_after_forward=False),
@@ -91,5 +98,7 @@ FEATURES: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "hsdp": lambda mesh: hybrid(net()),
     "replicate": lambda mesh: replicate(net(), mesh=mesh),
     "tensor_parallel": lambda mesh: tensor_parallel(mesh),
+    "mixed": lambda mesh: sharded(mixed(), mesh),
+    "double": lambda mesh: sharded(net().double(), mesh),
     "batch_norm": lambda mesh: sharded(net(norm=True), mesh),
 }

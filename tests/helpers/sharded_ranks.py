@@ -13,31 +13,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import ddpcore
-from ddpcore import Connection, Policies
+from ddpcore import Connection, Policies, RunState
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
 from helpers import oracle
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
-from helpers.sharded_models import FEATURES, net, sharded
+from helpers.sharded_models import FEATURES, mixed, net, sharded
 
 STEPS, BATCH = 6, 4
+CPU = torch.device("cpu")
 TOPOLOGY = ddpcore.Ring()
+
+
+def muon(params: Any) -> Muon:
+    every = list(params)
+    kinds = {rule: [one for one in every if (one.dim() == 2) == (rule == "muon")] for rule in ("muon", "adamw")}
+    return Muon([{"params": kind, "rule": rule} for rule, kind in kinds.items()], lr=0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
     "adamw": lambda params: FusedAdamW(params, lr=0.01),
     "lamb": lambda params: FusedLAMB(params, lr=0.01),
     "lars": lambda params: FusedLARS(params, lr=0.1, momentum=0.9),
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "muon": muon,  # with float64, because it rounds its updates of float32 to bfloat16
 }
+WHOLE = {"mixed": mixed, "double": lambda: net().double()}  # what a feature shards; elsewhere net()
 SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
 WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
 
@@ -58,49 +70,58 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Place:
-    """This rank's place on a mesh of learners and shards."""
+    """This rank's place on a mesh of learners and shards, of the first ranks. All ranks make it."""
 
-    def __init__(self, learners: int, shards: int) -> None:
+    def __init__(self, learners: int, shards: int, like: Place | None = None) -> None:
         ranks = torch.arange(learners * shards).view(learners, shards)
         self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("learners", "shard"))
-        self.learner, self.shard = self.mesh.get_local_rank("learners"), self.mesh.get_local_rank("shard")
-        self.x, self.y = samples(learners, shards)
-        self.num = learners
+        self.num, self.shards, self.is_in = learners, shards, self.mesh.get_coordinate() is not None
+        self.learner, self.shard = self.mesh.get_coordinate() or (-1, -1)
+        self.x, self.y = samples(learners, shards) if like is None else (like.x, like.y)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        mine = slice(self.shard * BATCH, (self.shard + 1) * BATCH)
-        return self.x[step, self.learner, mine], self.y[step, self.learner, mine]
+    def batches(self, step: int, micro: int = 0, of: int = 1) -> tuple[Tensor, Tensor]:
+        """``[learners, shards, b, 5]`` and labels: one micro-batch of all ranks."""
+        x, y = (one[step].unflatten(1, (self.shards, of, -1))[:, :, micro] for one in (self.x, self.y))
+        return x, y
 
-    def train(self, handle: Any, steps: range, clip: bool = False) -> None:
-        optimizer = handle.learner.optimizer
+    def batch(self, step: int, micro: int = 0, of: int = 1) -> tuple[Tensor, Tensor]:
+        x, y = self.batches(step, micro, of)
+        return x[self.learner, self.shard], y[self.learner, self.shard]
+
+    def train(self, handle: Any, steps: range, clip: bool = False, micros: int = 1) -> None:
+        """Of virtual learners, too: each has the batches of a whole shard group."""
+        optimizer, dtype = handle.learner.optimizer, next(handle.model.parameters()).dtype
         for step in steps:
             optimizer.zero_grad()
-            x, y = self.batch(step)
-            cross_entropy(handle.model(x), y).backward()
+            for micro in range(micros):
+                with contextlib.nullcontext() if micro == micros - 1 else handle.no_sync():
+                    if handle.comm.transport == "virtual":
+                        x, y = (one.flatten(1, 2) for one in self.batches(step, micro, micros))
+                        outputs = handle.model(x.to(dtype))
+                        handle.backward([cross_entropy(o, one) for o, one in zip(outputs, y, strict=True)])
+                    else:
+                        x, y = self.batch(step, micro, micros)
+                        cross_entropy(handle.model(x.to(dtype)), y).backward()
             if clip and step == 3:
                 handle.clip_grad_norm_(0.5)
             optimizer.step()
 
 
+def begun(place: Place, strategy: str, optimizer: str, model: nn.Module, *, virtual: bool = False) -> Any:
+    """The handle of a model that is a part of a learner, or of virtual learners."""
+    made = OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
+    options = {"learners": place.num} if virtual else {"mesh": place.mesh["learners"]}
+    return ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), **options)
+
+
 def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "plain") -> dict[str, float]:
     """The largest differences from virtual learners whose batches are those of all shards."""
-    model = FEATURES[feature](place.mesh["shard"])
-    handle = ddpcore.distribute(
-        model, OPTIMIZERS[optimizer](model.parameters()), MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"]
-    )
-    place.train(handle, range(STEPS), clip=True)
-    other = net()
-    virtual = ddpcore.distribute(
-        other, OPTIMIZERS[optimizer](other.parameters()), MAKERS[strategy](TOPOLOGY), learners=place.num
-    )
-    for step in range(STEPS):
-        virtual.learner.optimizer.zero_grad()
-        outputs = virtual.model(place.x[step])
-        virtual.backward([cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True)])
-        if step == 3:
-            virtual.clip_grad_norm_(0.5)
-        virtual.learner.optimizer.step()
-    x = place.x[0, 0]
+    model, other = FEATURES[feature](place.mesh["shard"]), WHOLE.get(feature, net)()
+    handle = begun(place, strategy, optimizer, model)
+    virtual = begun(place, strategy, optimizer, other, virtual=True)
+    for one in (handle, virtual):
+        place.train(one, range(STEPS), clip=True, micros=2 if feature == "mixed" else 1)
+    x = place.x[0, 0].to(next(other.parameters()).dtype)
     with torch.no_grad():
         outputs, wanted = handle.evaluation_model()(x), virtual.evaluation_model()(x)
     return {
@@ -199,42 +220,57 @@ def accumulated(place: Place) -> dict[str, bool]:
 # ---- the rest of a run ----
 
 
-def resumed(place: Place, strategy: str, folder: Path) -> bool:
-    """Whether a run that is saved in the middle, and loaded into new objects, goes on to the bit."""
-
-    def begin() -> Any:
-        model = sharded(net(), place.mesh["shard"])
-        optimizer = FusedAdamW(model.parameters(), lr=0.01)
-        return ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"])
-
-    first = begin()
-    place.train(first, range(3))
-    state = {
-        "model": {k: whole_or_local(v) for k, v in first.model.state_dict().items()},
-        "optimizer": first.learner.optimizer.state_dict(),
-        "handle": first.state_dict(),
-    }
-    path = folder / f"{strategy}-{dist.get_rank()}.pt"
-    torch.save(state, path)
-    place.train(first, range(3, STEPS))
-    second = begin()
-    state = torch.load(path, weights_only=False)
-    with torch.no_grad():
-        for name, value in second.model.state_dict().items():
-            (value.to_local() if isinstance(value, DTensor) else value).copy_(state["model"][name])
-    second.learner.optimizer.load_state_dict(state["optimizer"])
-    second.load_state_dict(state["handle"])
-    place.train(second, range(3, STEPS))
+def resumed(place: Place, strategy: str, optimizer: str, folder: Path) -> bool:
+    """Whether a run that torch.distributed.checkpoint saves in the middle, and new objects load, goes on to the bit."""
+    first, second = (begun(place, strategy, optimizer, sharded(mixed(norm=True), place.mesh["shard"])) for _ in "ab")
+    place.train(first, range(3), micros=2)
+    path = folder / f"{strategy}-{optimizer}"
+    dcp.save({"run": RunState(first)}, checkpoint_id=path)
+    place.train(second, range(1))  # what is loaded replaces what is there
+    dcp.load({"run": RunState(second, saved=path)}, checkpoint_id=path)
+    for one in (first, second):
+        place.train(one, range(3, STEPS), micros=2)
     return distance(weights(first.model), weights(second.model)) == 0
 
 
-def whole_or_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.clone()
+def resharded(place: Place, strategy: str, optimizer: str, folder: Path) -> dict[str, float]:
+    """A run of 2 x 2 ranks is loaded on 2 x 1, by two plain ranks and, its average, by one process and by 4 x 1."""
+    path, found = folder / f"{strategy}-{optimizer}-other", {}
+    handle = begun(place, strategy, optimizer, sharded(net(), place.mesh["shard"]))
+    place.train(handle, range(3))
+    dcp.save({"run": RunState(handle)}, checkpoint_id=path)
+    average, states = weights(handle.evaluation_model()), [weights(handle.model)]
+    place.train(handle, range(3, STEPS))
+    states.append(weights(handle.model))
+    every: list[Any] = [None] * place.num
+    dist.all_gather_object(every, states, group=place.mesh.get_group("learners"))
+    small = Place(place.num, 1, like=place)
+    if small.is_in:
+        group = small.mesh.get_group("learners")
+        for name, model, options in (
+            ("shards", sharded(net(), small.mesh["shard"]), {"mesh": small.mesh["learners"]}),
+            ("plain", net(), {"group": group}),
+        ):
+            made = OPTIMIZERS[optimizer](model.parameters())
+            other = ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), **options)
+            dcp.load({"run": RunState(other, saved=path)}, checkpoint_id=path, process_group=group)
+            found[f"{name}, loaded"] = distance(weights(model), every[small.learner][0])
+            small.train(other, range(3, STEPS))
+            found[f"{name}, trained"] = distance(weights(model), every[small.learner][1])
+    if dist.get_rank() == 0:
+        model = net()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        alone = ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), learners=1)
+        dcp.load({"run": RunState(alone, saved=path)}, checkpoint_id=path, no_dist=True)
+        found["one process"] = distance(weights(model), average)
+    four = begun(Place(4, 1), strategy, optimizer, sharded(net(), Place(4, 1).mesh["shard"]))
+    dcp.load({"run": RunState(four, saved=path)}, checkpoint_id=path)
+    return {**found, "four learners": distance(weights(four.model), average)}
 
 
 def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     """Run the blocks of the page, with CPUs and two ranks a learner, and load the average into a whole model."""
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     names: dict[str, Any] = {**globals(), "model": net(norm=True), "partial": partial}
     exec(first.replace('"cuda", (2, 8)', '"cpu", (2, 2)'), names)
     place.train(names["handle"], range(2))
@@ -245,6 +281,7 @@ def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     other.load_state_dict(state)
     with torch.no_grad():
         outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
+    exec(third.replace('checkpoint_id="saved"', f'checkpoint_id="{folder}/saved"'), names)
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
     return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
 
@@ -350,13 +387,14 @@ def refused(place: Place) -> dict[str, str]:
     mesh, texts = place.mesh, {}
 
     def call(name: str, model: nn.Module, strategy: Any = None, **options: Any) -> None:
-        before = weights(model) if name != "offload" else {}
+        before = weights(model) if name not in ("offload", "fsdp1", "ddp") else {}
         try:
             optimizer = FusedSGD(model.parameters(), lr=0.1)
             ddpcore.distribute(model, optimizer, strategy or ddpcore.SSGD(), **options)
             texts[name] = "nothing was refused"
         except ValueError as error:
             texts[name] = str(error)
+            assert "\n" not in texts[name]
         if before and distance(weights(model), before):
             texts[name] += ", and weights were changed"
 
@@ -369,6 +407,16 @@ def refused(place: Place) -> dict[str, str]:
     model = net()
     fully_shard(model.blocks[0], mesh=shard)
     call("partly", model, mesh=learners)
+    model = net()
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0], process_group=shard.get_group(), device_id=CPU)
+    call("fsdp1", model, mesh=learners)
+    model = net()
+    model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0], process_group=shard.get_group())
+    call("ddp", model, mesh=learners)
+    model = net()
+    for block in model.blocks:
+        fully_shard(block, mesh=shard)
+    call("other ranks", fully_shard(model, mesh=learners), mesh=learners)
     call("shrink", sharded(net(), shard), mesh=learners, connection=Connection(on_failure="shrink"))
     call("scaler", sharded(net(), shard), mesh=learners, scaler=torch.amp.GradScaler("cpu"))
     call("quarantine", sharded(net(), shard), ddpcore.DPSGD(), mesh=learners, on_nonfinite="quarantine")
@@ -376,18 +424,51 @@ def refused(place: Place) -> dict[str, str]:
     call("noisy_ssgd", sharded(net(), shard), ddpcore.NoisySSGD(0.1), mesh=learners)
     call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh=learners)
     call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), mesh=learners)
+    model = sharded(net(), shard)
+    try:
+        ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
+    except ValueError as error:
+        texts["join"] = str(error)
     call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), mesh=learners)
     return texts
 
 
+RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
+
+
+def refused_states(place: Place, folder: Path) -> dict[str, str]:
+    """States that this handle cannot load: each is refused before anything is loaded."""
+
+    def begin(strategy: str, model: nn.Module, **options: Any) -> Any:
+        return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), MAKERS[strategy](TOPOLOGY), **options)
+
+    learners, shard = {"mesh": place.mesh["learners"]}, place.mesh["shard"]
+    plain = begin("dpsgd", net(), learners=2)
+    dcp.save({"run": RunState(plain)}, checkpoint_id=folder / f"plain-{dist.get_rank()}", no_dist=True)
+    handle = begin("dpsgd_int8_stale", sharded(net(), shard), **learners)
+    place.train(handle, range(2))
+    dcp.save({"run": RunState(handle)}, checkpoint_id=folder / "stale")
+    tied = begin("dpsgd_int8_stale", sharded(net(tied=True), shard), **learners)
+    texts = {}
+    for name, one, path in (
+        ("whole state", handle, f"plain-{dist.get_rank()}"),
+        ("other parameters", tied, "stale"),
+        ("compressed", plain, "stale"),
+    ):
+        try:
+            RunState(one, saved=folder / path)
+        except ValueError as error:
+            texts[name] = str(error)
+    return texts
+
+
 QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
-CASES = [
-    *((name, "adamw") for name in SHARDABLE),
-    *((n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS),
-]
+BITS = [(name, "adamw") for name in SHARDABLE]
+BITS += [(n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if (n, one) not in BITS]
+CASES = [(n, one, "mixed") if one == "adamw" else (n, one, "double" if one == "muon" else "plain") for n, one in BITS]
 
 
-def fits(case: tuple[str, str], learners: int, shards: int) -> bool:
+def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
     """Codecs take chunks of a row: shards have others than a whole model, and with ``group`` other layers first."""
     chunked = any(word in case[0] for word in WHOLE_ROWS)
     return oracle.fits("ring", learners, case[0]) and not (chunked and (shards > 1 or case[0].startswith("grouped")))
@@ -396,17 +477,18 @@ def fits(case: tuple[str, str], learners: int, shards: int) -> bool:
 def quick(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
     cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
-    cases += [("dpsgd", "lars", "replicate")]
+    cases += [("dpsgd", "lars", "replicate"), ("dpsgd_atc", "muon", "double"), ("diloco", "adamw", "mixed")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in cases},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
         "features": {(one, "ssgd"): beside_averages_by_hand(two, one, "ssgd") for one in ("bf16", "tied", "replicate")},
-        "resumed": {"dpsgd": resumed(two, "dpsgd", folder)},
+        "resumed": {case: resumed(two, *case, folder) for case in RESUMED},
+        "resharded": {case: resharded(two, *case, folder) for case in RESUMED[:2]},
         "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
-        "refused": refused(two),
+        "refused": {**refused(two), **refused_states(two, folder)},
     }
 
 
@@ -415,10 +497,13 @@ def whole_list(folder: Path) -> dict[str, Any]:
     both = ("ssgd", "local_sgd")
     return {
         "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
-        "plain": {case: bits_of_plain_ranks(four, *case) for case in CASES if fits(case, 4, 1)},
-        "features": {(one, name): beside_averages_by_hand(two, one, name) for one in FEATURES for name in both},
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
+        "features": {
+            (one, name): beside_averages_by_hand(two, one, name) for one in FEATURES if one != "double" for name in both
+        },
         "accumulated": accumulated(two),
-        "resumed": {name: resumed(two, name, folder) for name in ("ssgd", "streaming", "tracking")},
+        "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
+        "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},
         "momentum": momentum_average(two),
         "nonfinite": {("skip", "dpsgd"): nonfinite(two, "skip", "dpsgd")},
     }

@@ -19,7 +19,7 @@ NUM_HOSTS = 4
 def found() -> list[dict[str, Any]]:
     """What each rank has found."""
     with hosts.networks(NUM_HOSTS) as keepers:
-        return ranks.run("link_faults", NUM_HOSTS, timeout=240, more=[[keeper] for keeper in keepers])
+        return ranks.run("link_faults", NUM_HOSTS, timeout=900, more=[[keeper] for keeper in keepers])
 
 
 def virtual(name: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "PYTHONWARNINGS": "default",
     }
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=900
     )
 
 

@@ -325,6 +325,8 @@ def test_parameters_that_join_and_skip_step_as_if_alone(make):
     for step in range(7):
         if step == 2:
             optimizer.add_param_group({"params": list(together.parameters())[3:]})
+        if step == 4:  # one of those that count their steps together gets a group of its own
+            optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
         generator = torch.Generator().manual_seed(step)
         for index, (one, two) in enumerate(zip(together.parameters(), apart.parameters(), strict=True)):
             takes_part = (index + step) % 3 != 0 and (index != 3 or step >= 2)

@@ -110,6 +110,69 @@ def test_gasloc_of_one_learner_is_nesterov_momentum() -> None:
     torch.testing.assert_close(runs[0].weights(), runs[1].weights(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_two_mixes_a_round(overlap: int) -> None:
+    """The outer step along the first average, of ``overlap`` steps before the end, and then the second average."""
+    first, then = PAIRS, ddpcore.Ring()
+    run = Run(LocalSGD(PERIOD, topology=first, outer=heavy_ball, overlap=overlap, alpha=0.2, then=then))
+    phi, momentum, sent = run.w, torch.zeros_like(run.w), run.w
+    for step in range(1, 5 * PERIOD + 1):
+        run.local_step()
+        run.step()
+        if (step + overlap) % PERIOD == 0:
+            sent = run.w
+        if step % PERIOD == 0:
+            momentum = 0.5 * momentum + phi - mixed(sent, first, step // PERIOD - 1)
+            phi = mixed(phi - 0.7 * momentum, then, step // PERIOD - 1)
+            run.w = phi + 0.2 * (run.w - phi)
+        torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
+    assert run.handle.consensus_distance() > 1e-4
+
+
+def heavy_ball(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5)
+
+
+def two_mixes(then: ddpcore.Topology, **options: Any) -> LocalSGD:
+    return LocalSGD(PERIOD, topology=ddpcore.Ring(), then=then, **options)
+
+
+LAZY = ddpcore.Ring(self_weight=0.5)
+SAME = {
+    "gasloc": (two_mixes(LAZY), GASLoC(
+        ddpcore.FromMatrix(LAZY.matrix(0, N) @ ddpcore.Ring().matrix(0, N)),
+        period=PERIOD, outer_lr=1.0, outer_momentum=0.0,
+    )),
+    "diloco": (two_mixes(ddpcore.Complete(), outer=heavy_ball), LocalSGD(PERIOD, outer=heavy_ball)),
+    "noloco": (LocalSGD(PERIOD, topology=PAIRS, outer=heavy_ball), NoLoCo(PAIRS, period=PERIOD)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_cases_of_two_mixes(name: str) -> None:
+    """Two mixes are one with their product; a second one of all gives DiLoCo; without it NoLoCo is left."""
+    runs = [Run(strategy) for strategy in SAME[name]]
+    for _ in range(4 * PERIOD):
+        for run in runs:
+            run.step()
+    torch.testing.assert_close(runs[0].weights(), runs[1].weights(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("topology", [None, PAIRS], ids=str)
+def test_restart_of_the_outer_momentum(topology: ddpcore.Topology | None) -> None:
+    run = Run(LocalSGD(PERIOD, topology=topology, outer=heavy_ball, restart=2))
+    phi, momentum = run.w, torch.zeros_like(run.w)
+    for step in range(1, 6 * PERIOD + 1):
+        run.local_step()
+        run.step()
+        if step % PERIOD == 0:
+            average = run.w.mean(0) if topology is None else mixed(run.w, topology, step // PERIOD - 1)
+            momentum = 0.5 * momentum + phi - average
+            phi = run.w = phi - 0.7 * momentum
+            momentum = momentum * (step // PERIOD % 2)  # forgotten after rounds 2, 4, 6
+        torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 @pytest.mark.parametrize("make", [NoLoCo, GASLoC])
 def test_other_optimizers_inside(make: Any, inner: str) -> None:
@@ -148,6 +211,10 @@ def test_other_optimizers_inside(make: Any, inner: str) -> None:
         (lambda: GASLoC(outer_lr=-1.0), "gasloc: outer_lr is -1"),
         (lambda: GASLoC(outer_momentum=1.5), "gasloc: outer_momentum is 1.5"),
         (lambda: GASLoC("ring"), "gasloc: topology is 'ring': pass an instance"),
+        (lambda: LocalSGD(topology=PAIRS, then="ring"), "local_sgd: then: topology is 'ring': pass an instance"),
+        (lambda: LocalSGD(then=PAIRS), "local_sgd: then averages once more what topology has averaged: pass topology"),
+        (lambda: LocalSGD(restart=2), "local_sgd: restart is 2 and there is no outer optimizer: pass outer"),
+        (lambda: LocalSGD(outer=heavy_ball, restart=-1), "local_sgd: restart is -1: it must be at least 0"),
     ],
 )
 def test_impossible_options(make: Any, message: str) -> None:

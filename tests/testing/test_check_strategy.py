@@ -57,6 +57,14 @@ def test_what_is_wrong_is_named(factory: Callable[[], Strategy], says: str) -> N
     assert "\n" not in str(caught.value)
 
 
+def test_sharded_learners() -> None:
+    check_strategy(own_parts.Alternating, num_learners=(2,), transports=("pg",), shards=2)
+    with pytest.raises(AssertionError, match=r"2 learners of 2 shards, pg, plain: weights of learner \d differ by"):
+        check_strategy(own_parts.ScalesByNorm, num_learners=(2,), transports=("pg",), scenarios=PLAIN[:1], shards=2)
+    with pytest.raises(ValueError, match="shards is 3 and plain has batches of 4 samples: take 2 shards"):
+        check_strategy(own_parts.MeanOfWeights, shards=3)
+
+
 def test_gradients_of_groups_are_compared_with_the_plan() -> None:
     check_strategy(partial(LocalSGD, 2, group=2), num_learners=(4,), transports=())
     with pytest.raises(AssertionError, match=r"plan\(0\).gradients is 4, and .* learners 1 and 2 differ after"):

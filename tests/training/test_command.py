@@ -32,7 +32,7 @@ def test_virtual_learners_and_resume(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 def test_ranks_as_a_user_starts_them(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "ddpcore", "train", "--world-size", "2", "--out", str(tmp_path / "run"), *RUN]
-    done = subprocess.run(line, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert RunRecord.read(tmp_path / "run").header["config"]["strategy"]["learners"] == 2
 

@@ -16,7 +16,7 @@ TIMES = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    return ranks.run("train_ranks", 2, timeout=300)
+    return ranks.run("train_ranks", 2, timeout=900)
 
 
 @pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each", "watched", *helper.GROWTHS])

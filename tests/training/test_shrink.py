@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shrink")
     code = "from helpers.elastic_ranks import main_whole; main_whole()"
     words = [sys.executable, "-c", code, str(folder / "run"), str(2 * STEPS_PER_EPOCH)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=300)
+    subprocess.run(words, env=ranks.environment(), check=True, timeout=900)
     return folder
 
 
@@ -121,7 +121,7 @@ def test_a_rank_joins_a_run(tmp_path: Path) -> None:
     """It takes the number of the rank that was killed, and writes nothing but its checkpoints and steps."""
     out = tmp_path / "run"
     words = [sys.executable, "-c", "from helpers.elastic_ranks import main_joined; main_joined()", str(out)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=300)
+    subprocess.run(words, env=ranks.environment(), check=True, timeout=900)
     codes, said = torch.load(out.with_suffix(".pt"))
     assert codes == {0: -signal.SIGKILL, 1: 0, 2: 0, 3: 0}, said
     run = RunRecord.read(out)

@@ -40,6 +40,8 @@ def test_virtual_learners(tmp_path: Path) -> None:
     first = lines[: record.epochs[0]["step"]]
     mean = sum(sum(line["loss"]) / 2 for line in first) / len(first)
     assert mean == pytest.approx(record.epochs[0]["train_loss"]), "the recorded losses are those of training"
+    for epoch in record.epochs:
+        assert lines[epoch["step"] - 1]["consensus_distance"] == epoch["consensus_distance"] > 0
 
 
 def test_the_header_has_the_topology(tmp_path: Path) -> None:
@@ -136,5 +138,6 @@ def test_ranks_say_for_whom_they_wait() -> None:
     for line in (*first, *second):
         assert (line["compute"], line["overlapped"]) == (2.0, 1.0), "on the clock of waiting_ranks.py"
         assert line["exposed"] + line["compute"] == line["seconds"]
+    assert all(line["consensus_distance"] is None for line in (*first, *second)), "ranks do not meet for it"
     assert all(line["exposed"] >= line["waits"]["1"] > 0 for line in first), "rank 0 waits for rank 1"
     assert all(line["exposed"] == line["waits"]["0"] == 0 for line in second), "rank 1 waits for nobody"

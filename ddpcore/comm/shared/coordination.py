@@ -171,6 +171,8 @@ class Coordinator:
 
     def arrive(self, text: str, handle: bytes = b"") -> int:
         """Begin the next operation and return its number. ``text`` describes it and is equal on all ranks."""
+        if self.address.pid != os.getpid():
+            raise RuntimeError(f"this process was forked from rank {self.rank} and is no rank: call this on the rank")
         if self._fault:
             raise RuntimeError(self._fault)
         number = self.num_operations

@@ -8,6 +8,7 @@ it as ``/proc/<pid>/fd/<number>``, which the kernel allows only to the same user
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -87,6 +88,24 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
+_own: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # buffers of this process, descriptors
+
+
+def _make_private() -> None:
+    """In a forked process: its writes to the buffers of its parent become its own, as with ordinary memory."""
+    library = ctypes.CDLL(None)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    fixed = 0x10  # MAP_FIXED: in the place of the shared pages
+    for mapped, descriptor in list(_own.items()):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        library.mmap(address, len(mapped), protection, mmap.MAP_PRIVATE | fixed, descriptor, 0)
+
+
+os.register_at_fork(after_in_child=_make_private)
+
+
 class HostMemory(Memory):
     """Memory of the CPU. Flags are posted with release and read with acquire, so :meth:`publish` has nothing to do."""
 
@@ -94,6 +113,7 @@ class HostMemory(Memory):
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = create_file(num_bytes)
         mapped = map_file(descriptor, num_bytes, ours=True)
+        _own[mapped] = descriptor
         weakref.finalize(mapped, os.close, descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8), str(descriptor).encode()
 

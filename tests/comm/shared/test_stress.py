@@ -1,4 +1,4 @@
-"""Four ranks call random operations over shared memory: each result has the bits of virtual learners."""
+"""Four ranks call random operations, of any size and dtype: each result has the bits of virtual learners."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -225,3 +226,37 @@ def copies_sent_to_a_process(run: Run) -> None:
         one_step(run, step)
         for parameter in run.inner.parameters():
             parameter.detach().clone().share_memory_()
+
+
+def _with_a_child(run: Run, work: Callable[[Run], Any]) -> None:
+    """A process forked in the middle of the loop has a copy of the model, with which it does what it likes."""
+    start(run)
+    for step in range(4):
+        one_step(run, step)
+        if step != 1:
+            continue
+        process = get_context("fork").Process(target=work, args=(run,))
+        process.start()
+        process.join()
+        run.tensors.append(torch.tensor(float(process.exitcode or 0)))
+
+
+def _reads(run: Run) -> None:
+    run.model(torch.ones(2, 5)).sum().backward()
+
+
+def _changes(run: Run) -> None:
+    for parameter in run.inner.parameters():
+        parameter.data.zero_()
+
+
+def _trains(run: Run) -> None:
+    for _ in range(3):
+        run.optimizer.zero_grad()
+        run.model(torch.ones(2, 5)).square().sum().backward()
+        run.optimizer.step()
+    assert not all(p.grad is None for p in run.inner.parameters())
+
+
+for what, work in {"reads": _reads, "changes": _changes, "trains": _trains}.items():
+    add(f"a_forked_process_{what}_the_model", partial(_with_a_child, work=work), worlds=RANKS)

@@ -2,7 +2,32 @@
 
 from __future__ import annotations
 
-from helpers.idioms import distributed, families, hooks, loops, models, optimizers, parts, passes, state
+from helpers.idioms import (
+    around,
+    changes,
+    distributed,
+    families,
+    hooks,
+    loops,
+    models,
+    optimizers,
+    parts,
+    passes,
+    state,
+)
 from helpers.idioms.run import IDIOMS
 
-__all__ = ["IDIOMS", "distributed", "families", "hooks", "loops", "models", "optimizers", "parts", "passes", "state"]
+__all__ = [
+    "IDIOMS",
+    "around",
+    "changes",
+    "distributed",
+    "families",
+    "hooks",
+    "loops",
+    "models",
+    "optimizers",
+    "parts",
+    "passes",
+    "state",
+]

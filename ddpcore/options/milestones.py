@@ -1,0 +1,135 @@
+"""Options that change over a run: functions of the step, as learning-rate schedules are, or milestones of a file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+from ddpcore.options.typed import check_range, typed
+
+T = TypeVar("T")
+Varying = float | Callable[[int], float] | Sequence[tuple[int, float]]
+"""A number, a function from the step to the number, such as a learning-rate schedule, or stages of `Milestones`."""
+
+
+@dataclass(frozen=True)
+class Milestones(Generic[T]):
+    """A schedule of pieces: a value from each milestone on.
+
+    Args:
+        stages: pairs of the first step with a value, and this value: ``((0, 64), (600, 1))``. A list will do.
+
+    Raises:
+        ValueError: the stages are no such pairs, or their steps do not ascend from 0.
+    """
+
+    stages: tuple[tuple[int, T], ...]
+
+    def __post_init__(self) -> None:
+        try:
+            stages = tuple((step, value) for step, value in self.stages)
+        except (TypeError, ValueError):
+            stages = ()
+        steps = [step for step, _ in stages]
+        if any(type(step) is not int for step in steps) or steps[:1] != [0] or any(a >= b for a, b in pairwise(steps)):
+            raise ValueError(
+                f"milestones are {self.stages!r}: they must be pairs of a step and a value, in ascending order from "
+                "step 0, such as [[0, 64], [600, 1]]"
+            )
+        object.__setattr__(self, "stages", stages)
+
+    def __call__(self, step: int) -> T:
+        """The value of a step."""
+        return self.stages[bisect_right([first for first, _ in self.stages], step) - 1][1]
+
+    def check_run(self, name: str, num_steps: int) -> None:
+        """Raise ValueError if the run ends before the last milestone. ``name`` is that of the option."""
+        if (last := self.stages[-1][0]) >= num_steps:
+            raise ValueError(f"{name} has the step {last}: the run ends after {num_steps} steps, take earlier steps")
+
+
+class Setting:
+    """A number, or a schedule of it.
+
+    Args:
+        name: of the option, for messages.
+        value: see ``Varying``.
+        kind: ``int`` for a whole number.
+        limits: those of :func:`ddpcore.options.typed.check_range`, for every value.
+
+    Attributes:
+        value: with :class:`Milestones` for stages.
+
+    Raises:
+        ValueError: the number, that of a milestone, or that of step 0 is out of its range.
+    """
+
+    def __init__(self, name: str, value: Any, kind: type[float] = float, **limits: Any) -> None:
+        self.value: Any = Milestones(value) if isinstance(value, list | tuple) else value
+        self._name, self._limits = name, limits
+        stages = self.value.stages if isinstance(self.value, Milestones) else ((0, value),)
+        for step, one in stages:
+            if not callable(one):
+                typed(name, one, kind)
+            self.at(step)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is a schedule."""
+        return callable(self.value)
+
+    def at(self, step: int) -> Any:
+        """The number of the step. ValueError: a schedule leaves the range."""
+        name, value = self._name, self.value
+        if callable(value):
+            name, value = f"{name} at step {step}", value(step)
+        check_range(name, value, **self._limits)
+        return value
+
+    def check_run(self, num_steps: int) -> None:
+        """Raise ValueError if a schedule leaves its range in a run of so many steps, or goes past its end."""
+        if isinstance(self.value, Milestones):
+            self.value.check_run(self._name, num_steps)
+        elif self.changes:
+            for step in range(num_steps):
+                self.at(step)
+
+
+class Rounds:
+    """Rounds of local steps: the one that begins at step t has ``period(t)`` steps, rounded to a whole number.
+
+    Args:
+        name: of the strategy, for messages.
+        period: a number of steps, or a schedule, see :class:`Setting`.
+        start: the step at which the first round begins.
+        least: the fewest steps of a round.
+
+    Raises:
+        ValueError: see :class:`Setting`.
+    """
+
+    def __init__(self, name: str, period: Any, start: int = 0, least: int = 1) -> None:
+        self.period = Setting(f"{name}: period", period, int, least=least)
+        self._begins = [start]  # of the rounds of a schedule, as far as they were asked for
+
+    def number(self, step: int) -> int:
+        """The round of a step. With a fixed period, rounds count from step 0."""
+        return bisect_right(self._known(step), step) - 1 if self.period.changes else step // self.period.value
+
+    def ends(self, step: int) -> bool:
+        """Whether a round ends when so many steps are taken."""
+        if step <= self._begins[0]:
+            return False
+        if not self.period.changes:
+            return bool((step - self._begins[0]) % self.period.value == 0)
+        begins = self._known(step)
+        return begins[bisect_right(begins, step) - 1] == step
+
+    def _known(self, step: int) -> list[int]:
+        """The beginnings of all rounds up to a later step."""
+        while self._begins[-1] <= step:
+            self._begins.append(self._begins[-1] + round(self.period.at(self._begins[-1])))
+        return self._begins
