@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
-from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
+from ddpcore.distributed.phases import PhaseClock
+from ddpcore.distributed.slow import SlowRank, slow_ranks
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
@@ -189,7 +190,9 @@ class Distributed:
         rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu")
         everyone = self.comm.gather(rows_LX.to(device))[::num_rows].tolist()
         self.phases.restart()
-        own = {rank: tuple(one / row[0] for one in row[1:]) for rank, row in enumerate(everyone) if row[0]}
+        ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members
+        rows = zip(ranks[::num_rows], everyone, strict=False)
+        own = {rank: tuple(one / row[0] for one in row[1:]) for rank, row in rows if row[0]}
         few = len(own) < max(2, len(everyone))
         return [] if few else slow_ranks({k: v[:3] for k, v in own.items()}, {k: v[3] for k, v in own.items()})
 

@@ -1,15 +1,12 @@
-"""Which rank is slow: a counter of each rank's own work and of its waiting, which always runs.
+"""A counter of a rank's own work and of its waiting, which always runs.
 
-Ranks that wait for each other have equal steps, so the time of a step names nobody. Seconds are those of the host: on a
-GPU, work counts where the host waits for it.
+Seconds are those of the host: on a GPU, work counts where the host waits for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from statistics import fmean, median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.hooks import own_hooks
-
-PHASES = ("forward pass", "backward pass", "rest of the step")
-LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
-
-
-class SlowRank(NamedTuple):
-    """A rank for which the others wait, with seconds of a step."""
-
-    rank: int
-    phase: str  # one of PHASES: where it loses most
-    excess: float  # own work beyond the median rank's
-    waiting: float  # of the others, on average
-    seconds: float  # in all
-
-    def __str__(self) -> str:
-        excess, waiting, seconds = (f"{1e3 * one:.3g}" for one in self[2:])
-        return (
-            f"rank {self.rank} is slow in the {self.phase}: {excess} ms a step more than the median rank; the others "
-            f"wait {waiting} of {seconds} ms"
-        )
-
-
-def slow_ranks(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[SlowRank]:
-    """The ranks that explain at least 80 % of the others' waiting; none if these wait less than 10 % of a step.
-
-    Args:
-        own: of each rank, seconds a step of its own work by phase, in the order of ``PHASES``.
-        waiting: of each rank, seconds a step in which it only waited.
-    """
-    sums = {rank: sum(phases) for rank, phases in own.items()}
-    middle, middles = median_low(sums.values()), [median_low(column) for column in zip(*own.values(), strict=True)]
-    mean = fmean(waiting[rank] for rank in own if sums[rank] <= middle)
-    seconds, found = fmean(sums[rank] + waiting[rank] for rank in own), []
-    for rank, total in sums.items():
-        if mean >= LEAST_WAITING * seconds and total - middle >= LEAST_EXPLAINED * mean:
-            lost = [mine - usual for mine, usual in zip(own[rank], middles, strict=True)]
-            found.append(SlowRank(rank, PHASES[lost.index(max(lost))], total - middle, mean, seconds))
-    return found
 
 
 class PhaseClock:

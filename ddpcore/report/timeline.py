@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpcore.display.chart import Chart, Series, finite
-from ddpcore.distributed.phases import slow_ranks
+from ddpcore.distributed.slow import slow_ranks
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 

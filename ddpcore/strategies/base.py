@@ -18,7 +18,6 @@ from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import ON_NONFINITE, Learner
-from ddpcore.strategies.weights import Weights
 from ddpcore.topology.base import Topology
 
 _PLACES = {
@@ -118,7 +117,7 @@ class Strategy:
 
     name: ClassVar[str]
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
-    weights: Weights = None  # how much each learner counts in averages of all learners, or of a group
+    weights: Sequence[float] | str | None = None  # how much each learner counts in averages of all, or of a group
     _in_use: bool = False  # whether a distribute() call owns the object
 
     def __repr__(self) -> str:

@@ -157,10 +157,6 @@ class LocalSGD(GradientAverages):
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
                 "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
             )
-        if weights is not None and topology is not None:
-            raise ValueError(
-                "local_sgd: neighbours average by topology: leave weights out and take Weighted(topology, weights)"
-            )
         self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.period.value)
         for option, used in (
             ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)
@@ -243,6 +239,8 @@ class LocalSGD(GradientAverages):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         super().setup(num_learners, dtype)
         if self.topology is not None:
+            if self.weights is not None:
+                raise ValueError("local_sgd: neighbours average by topology: take Weighted(topology, weights) instead")
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
         if self.then is not None and self.topology is not None:

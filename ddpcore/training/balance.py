@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -12,14 +13,18 @@ import torch
 from ddpcore.comm.groups import default_group, gather_objects
 from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.data import Dataset
+from ddpcore.records.config import nested
+from ddpcore.records.run import RECORD, RunRecord
 from ddpcore.training.build import LearnerPlacement, build_model
 from ddpcore.training.trainer import learner_losses
 
-ROUNDS, REPEATS = 3, 5  # each round measures the sizes that the last one has dealt
+ROUNDS, REPEATS = 3, 9  # each round measures the sizes that the last one has dealt
 
 
-def balanced(placement: LearnerPlacement, dataset: Dataset) -> LearnerPlacement:
+def balanced(placement: LearnerPlacement, dataset: Dataset, resumed: Path | None = None) -> LearnerPlacement:
     """The placement with ``data.learners_batch`` set, if the config has ``data.balance`` and no sizes yet. Collective.
+
+    A run in the folder ``resumed`` keeps its sizes.
 
     Raises:
         ValueError: the learners are virtual ones, which share a process and have no speed of their own.
@@ -30,11 +35,14 @@ def balanced(placement: LearnerPlacement, dataset: Dataset) -> LearnerPlacement:
     batch_size, learners = config.data.batch_size, config.strategy.learners
     if world.world_size < 2 or learners > world.world_size:
         raise ValueError("data.balance is set: it measures one learner on each rank, set data.learners_batch instead")
-    dataset, sizes = dataset.to(placement.device), [batch_size // learners] * learners
+    if resumed is not None and (resumed / RECORD).exists():
+        sizes = nested(RunRecord.read(resumed).header["config"])["data"]["learners_batch"]
+        return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
+    dataset, sizes, num, seconds = dataset.to(placement.device), [batch_size // learners] * learners, 0, 0.0
     for _ in range(ROUNDS):
-        own = seconds_of(placement, dataset, sizes[world.rank])
-        seconds = gather_objects(default_group(None), own, "the speed of the ranks", config.strategy.timeout)
-        sizes = dealt([size / one for size, one in zip(sizes, seconds, strict=True)], batch_size)
+        num, seconds = num + sizes[world.rank], seconds + seconds_of(placement, dataset, sizes[world.rank])
+        speeds = gather_objects(default_group(None), num / seconds, "the speed of the ranks", config.strategy.timeout)
+        sizes = dealt(speeds, batch_size)
     return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
 
 

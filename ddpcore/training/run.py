@@ -88,11 +88,7 @@ def train(
     with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
-        if resume and config.data.balance and (out / RECORD).exists():
-            sizes = nested(RunRecord.read(out).header["config"])["data"].get("learners_batch", ())
-            placement = replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
-        placement = balanced(placement, dataset)
-        config = placement.config
+        placement = balanced(placement, dataset, out if resume else None)
         trainer = build_trainer(placement, dataset)
         measured = Measurements(config.run, trainer)
         _announce(estimate(config, trainer) if announce and placement.world.rank == 0 else "")
