@@ -280,8 +280,9 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     if on_failure != ON_FAILURE[0]:
         chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
-        sizes = config.value("data.learners_batch")
-        here = {"strategy": {"learners": world_size}} if sizes and not is_baseline(name) else None
+        of_speed = config.value("data.learners_batch") or config.value("data.balance")
+        is_spread = of_speed and config.strategy(name).traits.most_learners != 1
+        here = {"strategy": {"learners": world_size}} if is_spread else None
         strategy = config.train_config(name, here).make_strategy()
         if isinstance(strategy, Strategy):
             if world_size > 1:
