@@ -31,10 +31,21 @@ def rows_of(study: Path) -> list[list[str]]:
     rows = []
     for claim in comparison["claims"]:
         found = list(zip(comparison["runs"], claim["verdicts"], strict=True))
-        judged = [(run, verdict) for run, verdict in found if verdict["word"] != "not run"]
+        judged = [
+            (run, verdict) for run, verdict in found if verdict["word"] != "not run"
+        ]
         for run, verdict in judged or found[:1]:
-            num_seeds = verdict["reason"].removeprefix("n=") if verdict["reason"].startswith("n=") else "-"
-            said = [claim["on_published"]["word"], verdict["word"], num_seeds, run["scale"]]
+            num_seeds = (
+                verdict["reason"].removeprefix("n=")
+                if verdict["reason"].startswith("n=")
+                else "-"
+            )
+            said = [
+                claim["on_published"]["word"],
+                verdict["word"],
+                num_seeds,
+                run["scale"],
+            ]
             rows.append([claim["text"], claim["source"], *said])
     return sorted(rows, key=lambda row: row[3] == "not run")
 
@@ -42,7 +53,10 @@ def rows_of(study: Path) -> list[list[str]]:
 def lines_of(*rows: Sequence[str]) -> str:
     """A table in Markdown; the first row is its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+        for line in lines
+    )
 
 
 def counted(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -53,11 +67,20 @@ def counted(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def table() -> str:
     """The page: how many verdicts each study has, then the claims of each."""
-    studies = {study.name: rows_of(study) for study in sorted(RESULTS.iterdir()) if study.is_dir()}
+    studies = {
+        study.name: rows_of(study)
+        for study in sorted(RESULTS.iterdir())
+        if study.is_dir()
+    }
     studies = {name: rows for name, rows in studies.items() if rows}
     everything = [row for rows in studies.values() for row in rows]
     counts = [[f"[{name}](#{name})", *counted(rows)] for name, rows in studies.items()]
-    parts = [HEAD, lines_of(["study", *WORDS], *counts, [f"all {len(everything)}", *counted(everything)])]
+    parts = [
+        HEAD,
+        lines_of(
+            ["study", *WORDS], *counts, [f"all {len(everything)}", *counted(everything)]
+        ),
+    ]
     for name, rows in studies.items():
         parts.append(f"## [{name}]({name}/README.md)\n\n{lines_of(COLUMNS, *rows)}")
     return "\n\n".join(part.strip() for part in parts) + "\n"

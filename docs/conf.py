@@ -9,7 +9,13 @@ project = "ddpcore"
 author = "the ddpcore contributors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
 copybutton_exclude = ".linenos, .gp, .go"
 myst_enable_extensions = ["dollarmath"]
 myst_dmath_double_inline = True
@@ -29,7 +35,9 @@ default_role = "literal"  # docstrings write `name` for code
 
 html_theme = "furo"
 html_title = f"ddpcore {version}"
-html_favicon = "_static/icon.svg"  # browsers ask for an icon, and print an error without one
+html_favicon = (
+    "_static/icon.svg"  # browsers ask for an icon, and print an error without one
+)
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_copy_source = False
@@ -37,16 +45,22 @@ html_show_sourcelink = False
 html_show_copyright = False
 
 
-def parsable(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+def parsable(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> Any:
     """Sphinx cannot parse ``<factory>`` or ``<function f at ...>``, and would show the annotations unformatted."""
     if not signature:
         return None
-    return re.sub(r"<function (\w+)[^>]*>", r"\1", signature.replace("<factory>", "...")), returns
+    return re.sub(
+        r"<function (\w+)[^>]*>", r"\1", signature.replace("<factory>", "...")
+    ), returns
 
 
 def with_titles(app: Any, docname: str, source: list[str]) -> None:
     """A link ``[page.md](page.md)`` reads well in the repository. On the site its text is the title of the page."""
-    source[0] = re.sub(r"\[[\w/-]+\.md\](\((?!http)[^)\s]+\.md(?:#[\w-]+)?\))", r"[]\1", source[0])
+    source[0] = re.sub(
+        r"\[[\w/-]+\.md\](\((?!http)[^)\s]+\.md(?:#[\w-]+)?\))", r"[]\1", source[0]
+    )
 
 
 def setup(app: Any) -> None:
