@@ -88,8 +88,7 @@ def train(
     with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
-        placement = balanced(placement, dataset, out if resume else None)
-        trainer = build_trainer(placement, dataset)
+        trainer = build_trainer(placement := balanced(placement, dataset, out if resume else None), dataset)
         measured = Measurements(config.run, trainer)
         _announce(estimate(config, trainer) if announce and placement.world.rank == 0 else "")
         with locked(out) if placement.world.rank == 0 else nullcontext():
