@@ -18,7 +18,6 @@ from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import RunState
 from ddpcore.distributed.state_sync import Policies
-from ddpcore.options.milestones import Milestones
 from ddpcore.runtime.version import VERSION
 from ddpcore.strategies.adpsgd import ADPSGD
 from ddpcore.strategies.base import ALL, Plan, Strategy, Traits
@@ -41,6 +40,7 @@ from ddpcore.topology.pairs import Matching, RandomPair
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.schedule import Milestones
 from ddpcore.topology.wrapped import Hierarchical, Scheduled, Weighted
 
 __version__ = VERSION

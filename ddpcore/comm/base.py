@@ -371,6 +371,10 @@ class Communicator(ABC):
         """
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
+    def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
+        """As :meth:`average_groups_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
+        raise NotImplementedError(f"{self.description}: gradients are averaged in the flat buffer")
+
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
         """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,14 +19,8 @@ def exchange_columns(comm: Communicator, rows_LX: Tensor, topology: Topology, si
     """Like ``comm.exchange``, where the learners of each group hold the same rows.
 
     The learner at place i of its group sends the i-th of ``size`` parts of the columns to the learners at this place of
-    other groups. The members of a group then gather what each has averaged, so they hold the same bits.
-
-    Args:
-        comm: of all learners.
-        rows_LX: of the learners held here. They may change at once.
-        topology: of all learners, such as :class:`~ddpcore.topology.wrapped.BetweenGroups`.
-        size: k, of each group; 1 is ``comm.exchange``, and the rows must not change until the result is used.
-        step: of training.
+    other groups. The members of a group then gather what each has averaged, so they hold the same bits. A size of 1 is
+    ``comm.exchange``.
     """
     return comm.exchange(rows_LX, topology, step) if size == 1 else _ColumnExchange(comm, rows_LX, topology, size, step)
 
@@ -40,36 +35,30 @@ class _ColumnExchange(Exchange):
         self._length = -(-num // size)
         self._begins = [min(place * self._length, num - self._length) for place in range(size)]
         begins = [self._begins[learner % size] for learner in comm.learners]
-        self._parts_LY = torch.stack(
-            [row[begin : begin + self._length] for row, begin in zip(rows_LX, begins, strict=True)]
-        )
+        parts = [row[begin : begin + self._length] for row, begin in zip(rows_LX, begins, strict=True)]
+        self._parts_LY = torch.stack(parts)
         self._between = comm.exchange(self._parts_LY, topology, step)
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        """Parts of rows."""
-        return self._between.received()
+        return self._between.received()  # parts of rows
 
     @override
     def mixture(self) -> WeightAverage:
         self._between.mixture().apply_(self._parts_LY)
         parts = self._comm.exchange(self._parts_LY, WithinGroups(self._size), self._step).rows(self._parts_LY)
-        return _Gathered(
-            [
-                [(begin, parts[learner - learner % self._size + place]) for place, begin in enumerate(self._begins)]
-                for learner in self.learners
-            ]
-        )
+        firsts = [learner - learner % self._size for learner in self.learners]
+        return _Gathered([[(begin, parts[a + i]) for i, begin in enumerate(self._begins)] for a in firsts])
 
 
+@dataclass(frozen=True)
 class _Gathered(WeightAverage):
-    """The averaged columns of each row, with their first column."""
+    """The averaged columns of each row, after their first column."""
 
-    def __init__(self, parts: list[list[tuple[int, Tensor]]]) -> None:
-        self._parts = parts
+    parts: list[list[tuple[int, Tensor]]]
 
     @override
     def apply_(self, weights_LP: Tensor) -> None:
-        for row, parts in zip(weights_LP, self._parts, strict=True):
+        for row, parts in zip(weights_LP, self.parts, strict=True):
             for begin, part in parts:
                 row[begin : begin + len(part)] = part

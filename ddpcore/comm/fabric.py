@@ -329,8 +329,8 @@ class _Group:
             group.allgather([everyone], [own]).wait()
             if len(set(torch.cat(everyone).tolist())) > 1:
                 raise RuntimeError(
-                    f"{_MISMATCH}, this one {operation.what}: all ranks must call the same in the same order, so run a "
-                    "pass of one rank alone under torch.no_grad(), and evaluation_model() on all"
+                    f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
+                    "rank alone under torch.no_grad(), step() and evaluation_model() on all"
                 )
 
         flight.is_waited = True

@@ -227,13 +227,13 @@ class ProcessGroupCommunicator(Communicator):
         sends = sorted({(reader // self.num_rows, row) for reader, row in readers if reader not in self.learners})
         sources = {source for round_ in rounds.values() for source in round_.sources if source not in self.learners}
         received = {source: self._buffer(slot, number, weights_LP[0]) for number, source in enumerate(sorted(sources))}
-        # Every pair of ranks needs one order of messages: sends before receives, each by ascending learner.
-        transfers = [dist.P2POp(dist.isend, weights_LP[row], group=self.group, group_peer=to) for to, row in sends]
-        transfers += [
+        # Receives first: gloo begins to send when it hears of the other's receive, which would wait behind sent bytes.
+        transfers = [
             dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source // self.num_rows)
             for source, buffer in received.items()
         ]
-        peers = [to for to, _ in sends] + [source // self.num_rows for source in received]
+        transfers += [dist.P2POp(dist.isend, weights_LP[row], group=self.group, group_peer=to) for to, row in sends]
+        peers = [source // self.num_rows for source in received] + [to for to, _ in sends]
         what = f"the exchange of {size_of(weights_LP[0])} at step {step}"
         with self._call(what, peers):
             works = dist.batch_isend_irecv(transfers) if transfers else []

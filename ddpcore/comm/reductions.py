@@ -23,10 +23,21 @@ def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
+def average_rows_(rows: Sequence[Tensor]) -> None:
+    """Overwrite each row with the mean of all, added in ascending order. The first may hold the sum meanwhile."""
+    total = rows[0].to(wide(rows[0].dtype))  # the first row itself, except for 16 bits
+    for row in rows[1:]:
+        total += row
+    total.div_(len(rows))
+    for row in rows:
+        if row is not total:
+            row.copy_(total)
+
+
 def average_blocks_(rows: Tensor, size: int) -> None:
     """Overwrite each block of ``size`` consecutive rows ``[L, x]`` with its mean, added in ascending order."""
     for block in rows.split(size):
-        for columns in block.split(COLUMNS, dim=1):
+        for columns in block.split(min(COLUMNS, chunk_of(block[0])), dim=1):
             columns.copy_(sum_of(columns).div_(size))
 
 
@@ -67,14 +78,7 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
     chunk = chunk_of(columns[0])
     for first in range(begin, end, chunk):
-        pieces = [row[first : min(first + chunk, end)] for row in columns]
-        total = pieces[0].to(wide(pieces[0].dtype))  # the first row itself, except for 16 bits
-        for other in pieces[1:]:
-            total += other
-        total.div_(num_rows)
-        for piece in pieces:
-            if piece is not total:
-                piece.copy_(total)
+        average_rows_([row[first : min(first + chunk, end)] for row in columns])
 
 
 # gloo's all-reduce goes around the ring of ranks twice, an all-gather once. For small messages the number of rounds

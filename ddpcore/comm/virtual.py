@@ -12,7 +12,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator, Done, Exchange, Work
 from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
-from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, sum_of
+from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, average_rows_, sum_of
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
@@ -54,6 +54,13 @@ class VirtualCommunicator(Communicator):
             self.bytes_sent += average_bytes(rows[0], size)
             average_blocks_(rows, size)
         return Done()
+
+    @override
+    def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
+        self.bytes_sent += average_bytes(columns[0], size)
+        for rows in pieces:
+            for first in range(0, len(rows), size):
+                average_rows_(rows[first : first + size])
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:

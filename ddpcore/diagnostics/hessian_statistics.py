@@ -165,7 +165,8 @@ class HessianStatistics(Observer):
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
             apart_LP = weights_LP - learner.average_of(weights_LP)
             distance = self._shares(learner, apart_LP, top_kP)
-            penalty = _half_trace(operator, learner.comm.gather(_real(learner, apart_LP)))
+            rows_n1P = learner.comm.gather(_real(learner, apart_LP)).unsqueeze(1)
+            penalty = sum((operator.product(row) @ row.T).item() for row in rows_n1P) / (2 * len(rows_n1P))
         noise = None
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
@@ -235,14 +236,8 @@ class HessianStatistics(Observer):
         return total, [value / total if total else 0.0 for value in along]
 
 
-def _half_trace(operator: spectra.Operator, apart_nP: Tensor) -> float:
-    """``1/2 tr(H C)`` of the covariance C of the learners, from their differences to the mean."""
-    products = [(operator.product(row[None])[0].double() @ row.double()).item() for row in apart_nP]
-    return sum(products) / (2 * len(products))
-
-
 def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
-    """Whether the weights of all learners are the same, bit for bit. Collective."""
+    """Whether the weights of all learners are equal. Collective."""
     first_LP = weights_LP.clone()
     learner.comm.broadcast_(first_LP)
     same_L = (first_LP == weights_LP).all(dim=1)

@@ -115,7 +115,7 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
 
     In mixed precision small gradients underflow unless the loss is scaled. The result is divided by ``scale``.
     """
-    rows_LP = torch.zeros_like(learner.flat.grad_LP)
+    rows_LP = torch.zeros_like(learner.flat.param_LP)
     parameters, views = _trained(learner, rows_LP)
     total = torch.zeros((), dtype=torch.float64, device=rows_LP.device)
     for part in parts_of(loss):
@@ -230,7 +230,7 @@ def local_gradients(learner: Learner) -> Tensor:
 
     NaN for a learner whose trained parameters have none: ``on_nonfinite`` has left its step out.
     """
-    rows_LP = torch.zeros_like(learner.flat.grad_LP)
+    rows_LP = torch.zeros_like(learner.flat.param_LP)
     pairs = list(zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True))
     num = len(learner.flat.segments)
     for row in range(len(rows_LP)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
@@ -87,10 +88,18 @@ def check_divided(learner: Learner) -> None:
         RuntimeError: a gradient differs, or a rank does not step. Nothing was stepped.
     """
     flat, name = learner.flat, type(learner.optimizer).__name__
-    if learner.comm.num_learners == 1 or is_capturing(flat.grad_LP):
+    if learner.comm.num_learners == 1 or is_capturing(flat.param_LP):
         return
-    none = torch.full((), -1, dtype=torch.int64, device=flat.grad_LP.device)
-    sums = [none if parameter.grad is None else _sum_of_numbers(parameter.grad) for parameter in flat.parameters]
+    grads = [parameter.grad for parameter in flat.parameters]
+    missing = [index for index, grad in enumerate(grads) if grad is None]
+    none = torch.full((), crc32(repr(missing).encode()), dtype=torch.int64, device=flat.param_LP.device)
+    # One sum, and on a device one kernel, where the gradients lie in the flat buffer.
+    is_inside = flat.grad_start is not None and all(map(is_, grads, flat.grad_views))
+    total = sum(_sum_of_numbers(grad) for grad in ([flat.grad_LP] if is_inside else grads) if grad is not None)
+    everyone = learner.comm.gather(torch.stack([none, none + total])[None])
+    if bool((everyone == everyone[0]).all()):
+        return
+    sums = [none if grad is None else _sum_of_numbers(grad) for grad in grads]
     everyone = learner.comm.gather(torch.stack(sums)[None]).cpu()
     for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
         other = int((everyone[:, index] != everyone[0, index]).nonzero()[0])

@@ -164,6 +164,7 @@ def _make_learner(
         bucket_bytes=connection.bucket_bytes,
         first_bucket_bytes=connection.first_bucket_bytes,
         shards=shards,
+        sends_gradients=strategy.traits.averages_gradients,
     )
     _add_learners(optimizer, models)
     kept = None if strategy.topology is None else strategy.topology.kept_weights(comm.num_learners)

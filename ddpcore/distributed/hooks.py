@@ -39,7 +39,7 @@ from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
-from ddpcore.parameters.buckets import GradientBuckets
+from ddpcore.parameters.buckets import GradientBuckets, Pieces
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
@@ -88,7 +88,9 @@ class HookedDistributed(Distributed):
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             waits = learner.comm.transport == "virtual"
-            self._buckets = GradientBuckets(learner.flat, self._bucket_ready, self._after_backward, waits=waits)
+            self._buckets = GradientBuckets(
+                learner.flat, self._bucket_ready, self._after_backward, waits=waits, in_place=self._averages_in_place
+            )
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._is_training = True  # whether the call of step() that runs is a step of training
         self.nonfinite = self._watch.found
@@ -230,9 +232,28 @@ class HookedDistributed(Distributed):
             self.strategy.before_forward(self.learner)
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
-    def _bucket_ready(self, columns: Tensor) -> None:
+    def _averages_in_place(self) -> bool:
+        """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
+        strategy, comm = self.strategy, self.learner.comm
+        plan = strategy.plan(self.learner.step)
+        only_averages = strategy.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
+        only_averages = only_averages and plan.averages_gradients
+        return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
+
+    def _noted(self, pieces: Pieces) -> Iterator[Sequence[Tensor]]:
+        for begin, rows in pieces:
+            self._watch.note_piece(begin, rows)
+            yield rows
+
+    def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         self.learner.num_samples = self.num_samples
-        if self.strategy.plan(self.learner.step).averages_gradients:
+        plan = self.strategy.plan(self.learner.step)
+        if pieces is not None:
+            size = plan.gradients or self.learner.comm.num_learners
+            with self._span("bucket_ready"):
+                self.learner.comm.average_pieces_(columns, self._noted(pieces), size)
+            return
+        if plan.averages_gradients:
             self._watch.note_message(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)

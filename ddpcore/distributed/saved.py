@@ -55,7 +55,9 @@ def _state_of(handle: HookedDistributed) -> dict[str, Any]:
     return state
 
 
-def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, moments: str = "average") -> None:
+def load_run_state(
+    handle: Distributed, states: Sequence[dict[str, Any]], *, moments: str = "average", weights: str = "average"
+) -> None:
     """Load what every process of a run has saved, in the order of its learners. Collective.
 
     As many learners get the bits that they had. Another number of learners starts from the average of all that were
@@ -67,6 +69,8 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
         states: results of :func:`run_state`, one for each process. As many processes use only their own, so the others
             may be None.
         moments: ``average`` or ``reset`` those of the optimizer, if the number of learners is another one.
+        weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
+            saved, with its buffers and moments.
 
     Raises:
         ValueError: another strategy or another model has saved them, or the learners of the strategy have no mean.
@@ -76,7 +80,7 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
     state = states[min(mine, len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
     if num_saved != handle.comm.num_learners:
-        return _load_average(handle, states, moments)
+        return _load_others(handle, states, moments, weights)
     if len(states) * len(handle.comm.learners) != handle.comm.num_learners:
         raise ValueError(f"{len(states)} processes have saved the {num_saved} learners: resume with as many processes")
     handle.check_state(state["handle"])
@@ -92,9 +96,10 @@ def load_run_state(handle: Distributed, states: Sequence[dict[str, Any]], *, mom
 
 
 @torch.no_grad()
-def _load_average(handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str) -> None:
-    if moments not in ("average", "reset"):
-        raise ValueError(f"moments is {moments!r}: choose from average, reset")
+def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str, weights: str) -> None:
+    for name, value, known in (("moments", moments, "average, reset"), ("weights", weights, "average, nearest")):
+        if value not in known.split(", "):
+            raise ValueError(f"{name} is {value!r}: choose from {known}")
     saved, strategy = states[0]["handle"], handle.strategy
     here = f"{strategy!r} of "
     if not saved["made_by"].startswith(here):
@@ -102,19 +107,23 @@ def _load_average(handle: HookedDistributed, states: Sequence[dict[str, Any]], m
     if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None:
         raise ValueError(f"learners of {strategy.name} have no plain average here: resume with as many learners")
     models = [model for state in states for model in (state["model"], *state["handle"]["learners"])]
-    average = {name: _mean([model[name] for model in models]) for name in models[0]}
-    for model in handle.models:
-        model.load_state_dict(average)
+    nearest = [learner * len(models) // handle.comm.num_learners for learner in handle.comm.learners]
+    sources = nearest if weights == "nearest" else None
+    moved = [_moved([model[name] for model in models], sources, len(handle.models)) for name in models[0]]
+    for model, values in zip(handle.models, zip(*moved, strict=True), strict=True):
+        model.load_state_dict(dict(zip(models[0], values, strict=True)))
     optimizer = handle.learner.optimizer
-    optimizer.load_state_dict(_moved_moments(handle, [state["optimizer"] for state in states], moments))
+    optimizer.load_state_dict(_moved_moments(handle, [state["optimizer"] for state in states], moments, sources))
     own = handle.state_dict()
     if saved["strategy"].get("anchor") is not None and strategy.topology is None:  # one for all learners
         own["strategy"] = {**own["strategy"], "anchor": saved["strategy"]["anchor"]}
     handle.load_state_dict({**own, "step": saved["step"], "layout": saved["layout"], "policies": saved["policies"]})
 
 
-def _moved_moments(handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str) -> dict[str, Any]:
-    """The state of an optimizer of ``handle``'s learners from those of others: each parameter's is the mean of all."""
+def _moved_moments(
+    handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str, sources: Sequence[int] | None
+) -> dict[str, Any]:
+    """The state of an optimizer of ``handle``'s learners from those of others, see :func:`_moved`."""
     first = {id(parameter) for parameter in handle.models[0].parameters()}
     optimizer, merged = handle.learner.optimizer, {}
     packed = optimizer.state_dict()["param_groups"]
@@ -126,11 +135,17 @@ def _moved_moments(handle: HookedDistributed, states: Sequence[dict[str, Any]], 
             found = [state["state"].get(saved["params"][one]) for state in states for one in places]
             if moments == "reset" or any(one is None for one in found):
                 continue
-            mean = {name: _mean([one[name] for one in found]) for name in found[0]}
-            for one in (place, *range(len(of_first) + index, len(own["params"]), len(trained))):
-                merged[numbers["params"][one]] = {name: copy.deepcopy(value) for name, value in mean.items()}
+            mine = (place, *range(len(of_first) + index, len(own["params"]), len(trained)))
+            moved = {name: _moved([one[name] for one in found], sources, len(mine)) for name in found[0]}
+            for number, one in enumerate(mine):
+                merged[numbers["params"][one]] = {name: copy.deepcopy(of[number]) for name, of in moved.items()}
     groups = [{**saved, "params": one["params"]} for saved, one in zip(states[0]["param_groups"], packed, strict=True)]
     return {**states[0], "state": merged, "param_groups": groups}
+
+
+def _moved(values: Sequence[Any], sources: Sequence[int] | None, num: int) -> list[Any]:
+    """For each of ``num`` learners the value of the old learner in ``sources``, or the mean of all."""
+    return [_mean(values)] * num if sources is None else [values[source] for source in sources]
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -165,14 +180,14 @@ class RunState:
         handle: of this process, after ``distribute``.
         saved: the folder to load, of which the sizes of tensors are read first. Another number of learners may have
             saved it, see :func:`load_run_state`.
-        moments: ``average`` or ``reset`` those of the optimizer, for another number of learners.
+        options: ``moments`` and ``weights`` of :func:`load_run_state`, for another number of learners.
 
     Raises:
         ValueError: the folder holds no such state, or that of another model, or of learners that this one cannot load.
     """
 
-    def __init__(self, handle: Distributed, *, saved: str | Path | None = None, moments: str = "average") -> None:
-        self._handle, self._moments = _hooked(handle), moments
+    def __init__(self, handle: Distributed, *, saved: str | Path | None = None, **options: str) -> None:
+        self._handle, self._options = _hooked(handle), options
         self._found: dict[int, dict[str, Any]] = {}
         for name, entry in {} if saved is None else _entries(saved).items():
             if match := _SAVED.search(name):
@@ -214,7 +229,7 @@ class RunState:
             states[rank] = unpack(tree, tensors, handle.learner.flat.param_LP.device)
             if self._num_saved != self._num_shards:
                 del states[rank]["random"]
-        load_run_state(handle, states, moments=self._moments)
+        load_run_state(handle, states, **self._options)
 
     def _own(self, num_shards: int) -> str:
         """What begins the names of the values of this rank alone, in a state of so many shards; 0: of whole models."""

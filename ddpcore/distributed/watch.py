@@ -16,22 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
+from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.batch import is_capturing
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import (
-    Learner,
-    NonFinite,
-    NonFiniteError,
-    row_sums,
-    suspects,
-)
+from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
@@ -68,7 +63,8 @@ class LoopWatch:
         self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
         self.restart()
-        self._stepped: list[int] = []  # versions of the gradients' views at the end of the last step
+        self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
+        self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
@@ -217,6 +213,10 @@ class LoopWatch:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(columns)
 
+    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> None:
+        """Do the same for rows that begin at a column and may lie anywhere."""
+        self._sums[begin] = torch.stack([row_sums(row[None]) for row in rows]).squeeze(1)
+
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
         self._num_pauses += 1
@@ -235,6 +235,11 @@ class LoopWatch:
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
         self.averaged, self._has_average, self._is_late = True, True, False
+        self._outside = {
+            id(parameter): TensorWeakRef(parameter.grad)
+            for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
+            if parameter.grad is not None and parameter.grad is not view
+        }
         if self._flat.num_rows > 1:
             self._note_all()
 
@@ -244,11 +249,21 @@ class LoopWatch:
             key: grad._version for key, grad in zip(self._flat.index, grads, strict=True) if grad is not None
         }
 
+    def _averages(self) -> list[Tensor]:
+        """The tensors that hold the last average, by parameter."""
+        views = self._flat.grad_views
+        if not self._outside:
+            return [*views]
+        refs = map(self._outside.get, self._flat.index)
+        found = (None if ref is None else ref() for ref in refs)
+        return [view if one is None else one for view, one in zip(views, found, strict=True)]
+
     def _check_averaged(self) -> None:
         """Check, if no backward pass averaged gradients, that a step only repeats those of the last step."""
-        unchanged = list(map(_version_of, self._flat.grad_views)) == self._stepped
-        for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True):
-            if parameter.grad is not None and not (unchanged and parameter.grad is view):
+        averages = self._averages()
+        unchanged = list(map(_version_of, averages)) == self._stepped
+        for parameter, average in zip(self._flat.parameters, averages, strict=True):
+            if parameter.grad is not None and not (unchanged and parameter.grad is average):
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
                     "averaged: call backward() before step()"
@@ -329,7 +344,9 @@ class LoopWatch:
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
         if self._strategy.traits.averages_gradients:
-            self._stepped = list(map(_version_of, self._flat.grad_views))
+            if self._segments is not self._flat.segments:  # the gradients were moved into the buffer
+                self._outside = {}
+            self._stepped = list(map(_version_of, self._averages()))
 
     def _versions(self) -> list[int]:
         return list(map(_version_of, self._flat.parameters))
@@ -338,22 +355,21 @@ class LoopWatch:
         """Check that both flat buffers are where they were allocated."""
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
-            self._segments, self._grad_start = flat.segments, flat.grad_LP.data_ptr()
-            self._columns = sampled_columns(flat)
+            self._segments, self._columns = flat.segments, sampled_columns(flat)
             self._sizes = [view.numel() for view in flat.param_views]
             index = next((index for index, size in enumerate(self._sizes) if size), 0)
             self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
         index, offset = self._first  # of the first segment that is not empty
         if flat.param_LP.data_ptr() + offset != flat.param_pointers[index]:
             raise RuntimeError(_MOVED.format("parameters"))
-        if flat.grad_LP.data_ptr() != self._grad_start:
+        if flat.grad_start is not None and flat.grad_LP.data_ptr() != flat.grad_start:
             raise RuntimeError(_MOVED.format("gradients"))
 
     def _check_parameters(self) -> None:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()
-        if flat.current_grad_pointers() != flat.grad_pointers:  # the program has set grad.data
+        if flat.grad_start is not None and flat.current_grad_pointers() != flat.grad_pointers:  # set by program
             flat.renew_grad_views()
         parts = flat.locals(flat.parameters)
         found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
@@ -388,7 +404,7 @@ class LoopWatch:
         """
         learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
-        if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.grad_LP):
+        if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.param_LP):
             return
         named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
         if not named:
@@ -416,15 +432,15 @@ class LoopWatch:
         """Rows whose gradients may not be finite, from one sum over the gradients."""
         flat = self._flat
         gradients = list(map(_gradient_of, flat.parameters))
-        one_row = one_row and all(map(is_, gradients, flat.grad_views))
+        one_row = one_row and all(map(is_, gradients, self._averages()))  # gather_grads counts references
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(_gradient_of, flat.parameters))
-        if all(map(is_, gradients, flat.grad_views)):
+        if flat.grad_start is not None and all(map(is_, gradients, flat.grad_views)):
             sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
-            num = len(flat.segments)
-            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(flat.num_rows)])
+            num, rows = len(flat.segments), 1 if one_row else flat.num_rows
+            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(rows)])
         found = suspects(sums)
         return list(range(flat.num_rows)) if one_row and found else found
 

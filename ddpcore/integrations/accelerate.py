@@ -20,7 +20,7 @@ from ddpcore.strategies.base import Strategy
 
 with extra("accelerate"):
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import SAFE_WEIGHTS_NAME, DistributedType, load_state_dict
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # without a library that averages or shards by itself
 
@@ -57,11 +57,11 @@ def prepare(
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
-    saved = _Saved(handle, accelerator.process_index, accelerator.num_processes)
-    accelerator.register_for_checkpointing(saved)
+    prepared = accelerator.prepare_optimizer(optimizer)
+    saved = _Saved(handle, prepared, accelerator.process_index)
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
-    return handle, model, accelerator.prepare_optimizer(optimizer), *others
+    return handle, model, prepared, *others
 
 
 def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
@@ -105,11 +105,15 @@ def rank_file(folder: str | Path, rank: int | str) -> Path:
 
 
 class _Saved:
-    """Saves the state of this rank in the folder of ``save_state``. Accelerate loads it last, after the optimizer."""
+    """Saves the state of this rank in the folder of ``save_state``, and loads it when Accelerate loads the optimizer.
 
-    def __init__(self, handle: Distributed, rank: int, num_ranks: int) -> None:
-        self._handle, self._rank, self._num_ranks = handle, rank, num_ranks
+    A folder without such states, as DDP saves it, is loaded as Accelerate does. DDP loads the averaged weights.
+    """
+
+    def __init__(self, handle: Distributed, optimizer: Any, rank: int) -> None:
+        self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
         self._folder: str | None = None
+        optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
@@ -120,22 +124,25 @@ class _Saved:
                 one.update(average)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
-        """The hook of ``load_state``, which must not load the averaged weights into this model."""
-        self._folder = folder
-        models[:] = [model for model in models if model is not self._handle.models[0]]
+        """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
+        own = self._handle.models[0]
+        models[:] = [model for model in models if model is not own]
+        self._folder = folder if rank_file(folder, 0).exists() else None
+        if self._folder is None:
+            own.load_state_dict(load_state_dict(str(Path(folder) / SAFE_WEIGHTS_NAME)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """What Accelerate saves once for all ranks."""
-        return {"num_ranks": self._num_ranks}
+    def load(self, state: dict[str, Any]) -> None:
+        """Load the state of this rank, or that of an optimizer that DDP has saved. Collective."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            self._load_plain(state)
+        else:
+            load_rank_file(self._handle, folder, self._rank)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of this rank. Collective."""
-        assert self._folder is not None
-        load_rank_file(self._handle, self._folder, self._rank, state["num_ranks"])
 
-
-def load_rank_file(handle: Distributed, folder: str | Path, rank: int, num_ranks: int) -> None:
+def load_rank_file(handle: Distributed, folder: str | Path, rank: int) -> None:
     """Load :func:`rank_file` of this rank, or the average of those of another number of ranks. Collective."""
+    num_ranks = len([*Path(folder).glob(rank_file("", "*").name)])
     needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
     states: list[Any] = [None] * num_ranks
     for one in needed:

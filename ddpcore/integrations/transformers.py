@@ -95,5 +95,4 @@ class GossipTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
-            num_ranks = len([*rank_file(checkpoint, 0).parent.glob(rank_file("", "*").name)])
-            load_rank_file(self.handle, checkpoint, self.args.process_index, num_ranks)
+            load_rank_file(self.handle, checkpoint, self.args.process_index)

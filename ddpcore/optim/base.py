@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,13 +20,14 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
 from ddpcore.ops.dtypes import wide
-from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, is_capturing, norm_squared_of
+from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import (
     Group,
     State,
     check_common,
     check_new,
     check_one_norm,
+    is_capturing,
     is_rounded,
     name_of,
     options_of,
@@ -49,6 +50,7 @@ from ddpcore.parameters.shards import is_dtensor, local
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
 _NO_STATE: State = {}
+_step_of = methodcaller("get", "step")  # of a state
 _NO_OPTIONS = ("self", "params", "__class__")  # in the locals of a constructor
 
 
@@ -182,6 +184,7 @@ class FusedOptimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.note_capture()
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad() does, in a tenth of its time
         try:
@@ -243,9 +246,9 @@ class FusedOptimizer(SavedOptimizer):
             sizes.append(len(params) - before)
         if not params:
             return
-        shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, params)) else grads
-        plan = self._plan_of(name, groups, params, grads, sizes)
-        states = [self.state.get(param, _NO_STATE) for param in params]
+        kinds = dict(zip(map(type, params), params, strict=True)).values()  # one of each class
+        shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, kinds)) else grads
+        plan, states = self._plan_of(name, groups, params, grads, sizes)
         self._step_batches(plan, groups, params, shards, states, mixture)
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
@@ -295,27 +298,31 @@ class FusedOptimizer(SavedOptimizer):
 
     def _plan_of(
         self, name: str, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
-    ) -> BatchPlan:
-        known = self._known(groups, params, grads, sizes)
+    ) -> tuple[BatchPlan, list[State]]:
+        """The plan, and the states of the parameters, which a new plan may create."""
+        states = self._states_of(params)  # once, because Python computes the hash of a tensor slowly
+        known = self._known(groups, states, grads, sizes)
         plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
-        if plan is None or not same or not all(map(is_, plan.steps, self._steps_of(params))):
+        if plan is None or not same or not all(map(is_, plan.steps, map(_step_of, states))):
             for group in groups:
                 self.check_group(group)  # a program may have changed its options
             check_one_norm(self.param_groups)
             check_tensors(type(self).__name__, params, grads, self.state)  # before anything is written
             check_roundable(self.named_parameters())
             batches = self._batches(groups, params, sizes, known[0])
-            known = self._known(groups, params, grads, sizes)
+            states = self._states_of(params)
+            known = self._known(groups, states, grads, sizes)
             shards = Shards(params, batches) if any(map(is_dtensor, params)) else None
-            plan = self._kept[name] = BatchPlan(params, self._steps_of(params), known, batches, shards)
-        return plan
+            plan = self._kept[name] = BatchPlan(params, list(map(_step_of, states)), known, batches, shards)
+        return plan, states
 
-    def _steps_of(self, params: list[Tensor]) -> list[Tensor | None]:
-        return [self.state.get(param, _NO_STATE).get("step") for param in params]
+    def _states_of(self, params: list[Tensor]) -> list[State]:
+        get = self.state.get
+        return [get(param, _NO_STATE) for param in params]
 
     def _known(
-        self, groups: Sequence[Group], params: list[Tensor], grads: list[Tensor], sizes: list[int]
+        self, groups: Sequence[Group], states: list[State], grads: list[Tensor], sizes: list[int]
     ) -> tuple[list[Any], ...]:
         """The facts that a plan depends on. A plan is made again when they change.
 
@@ -323,14 +330,13 @@ class FusedOptimizer(SavedOptimizer):
         are no facts. States are, because users may clear them or replace a step. Dtypes and devices are those of
         gradients, which torch keeps equal to those of the parameters.
         """
-        get, names = self.state.get, self._shared_options
-        states = [get(param, _NO_STATE) for param in params]
+        names = self._shared_options
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
             [rules.index(rule) for rule in rules],
             [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
             sizes,
-            [len(state) for state in states],
+            list(map(len, states)),
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
 

@@ -176,8 +176,3 @@ def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     if tensor is None or tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a kernel launched now for the tensor would be captured in a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, product
 from numbers import Real
 from typing import Any
 
@@ -138,3 +139,32 @@ def options_of(group: Group) -> Group:
     """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
     check_differentiable(group.get("differentiable", False))
     return {name: value for name, value in group.items() if name not in _OF_TORCH}
+
+
+def check_capture(groups: Sequence[Group], options: Iterable[str]) -> None:
+    """Check a step that a CUDA graph captures: its replays run no Python, and read only ``lr``, on the device.
+
+    Raises:
+        RuntimeError: an option is a tensor that replays would not read, or a parameter is trained and has no gradient.
+    """
+    for group, name in product(groups, options):
+        value = group[name]
+        read = name == "lr" and group.get("rule") != "muon" and group["params"]  # Muon reads lr on the host
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, Tensor) and not (read and one.device == group["params"][0].device):
+                way_out = "put it on the device of the parameters" if read else "pass a number"
+                raise RuntimeError(f"{name} is a tensor, and a CUDA graph keeps its value of the capture: {way_out}")
+    for group in groups:
+        if group.get("period", 1) > 1:
+            raise RuntimeError(f"period is {group['period']}, and a CUDA graph repeats one kind of step: leave it out")
+        for name, param in zip(group.get("param_names", count()), group["params"], strict=False):
+            if param.requires_grad and param.grad is None:
+                raise RuntimeError(
+                    f"parameter {name} of a group has no gradient, so no replay of a CUDA graph would step it: run its "
+                    "backward pass first, or freeze it by requires_grad_(False)"
+                )
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a kernel launched now for the tensor would be captured in a CUDA graph."""
+    return tensor.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()

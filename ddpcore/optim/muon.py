@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +13,8 @@ from typing_extensions import override
 from ddpcore.ops.dtypes import wide
 from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
-from ddpcore.optim.newton_schulz import (
-    COEFFICIENTS,
-    direct_products,
-    gram_products,
-    orthogonalize,
-    owners_of,
-    takes_gram,
-)
+from ddpcore.optim.matrices import Matrix, Member, decay_and_add_, orthogonal, places_in, results_of
+from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import ShardExchange
 from ddpcore.optim.shards import divided, local_gradients
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
@@ -32,7 +24,6 @@ from ddpcore.parameters.shards import is_dtensor, local
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")
 BUFFERS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-MAX_BATCH = 2**26  # elements of the matrices that are orthogonalized together
 
 
 class Muon(SavedOptimizer):
@@ -47,9 +38,15 @@ class Muon(SavedOptimizer):
     shape are one batch of matrix products, so that results differ by the rounding of these products. All other
     parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
-    **Shards.** A parameter may be a DTensor that one dimension of its mesh divides, as FSDP2 does. Each matrix is
+    **Shards.** A parameter may be a DTensor. If one dimension of its mesh divides it, as FSDP2 does, the matrix is
     gathered on one of these ranks, orthogonalized there, and its shards are sent back: so no rank does the work of
-    another, and an all-to-all each way carries all matrices.
+    another, and an all-to-all each way carries all matrices. If several dimensions divide it, as FSDP2 with tensor
+    parallelism does, all ranks gather the matrix and orthogonalize it.
+
+    **Blocks** (MuonBP: Khaled et al. 2025, arXiv:2510.16981; only its abstract and accounts by others were read). With
+    ``period=P`` every P-th step, beginning with the first, is the one above. In the others each rank orthogonalizes its
+    shard as a matrix, with the s of the shard's own shape times ``block_lr``, and nothing is sent. A whole matrix is
+    its one block.
 
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
     the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
@@ -58,9 +55,10 @@ class Muon(SavedOptimizer):
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
             :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
-            matrices of equally many rows, such as the projections of queries, keys and values. A group with parameters
-            of three dimensions says what they are: ``batched=True`` for matrices ``[E, M, N]``, such as experts, and
-            ``batched=False`` for the kernel of a convolution.
+            matrices of equally many rows, such as the projections of queries, keys and values, or of heads. A tuple has
+            the rows of each. A group with parameters of three dimensions says what they are: ``batched=True`` for
+            matrices ``[E, M, N]``, such as experts, and ``batched=False`` for the kernel of a convolution. ``period``
+            and ``block_lr`` are options of a group, too.
         lr: learning rate; a number or a tensor.
         weight_decay: decoupled.
         momentum: in [0, 1).
@@ -79,8 +77,8 @@ class Muon(SavedOptimizer):
 
     Raises:
         ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions, or three
-            without ``batched``, or is a DTensor that several dimensions of a mesh divide; a parameter is complex; there
-            are no parameters.
+            without ``batched``, or is a DTensor that is divided in another way than by ``Shard``; a parameter is
+            complex; there are no parameters.
         RuntimeError: in ``step``, a gradient is sparse, or has not the dtype or the device of its parameter.
     """
 
@@ -122,6 +120,9 @@ class Muon(SavedOptimizer):
             "rule": "muon",
             "split": 1,
             "batched": None,
+            "period": 1,
+            "block_lr": 1.0,
+            "steps": 0,  # of a group with a period
             "adamw_betas": adamw_betas,
             "adamw_eps": adamw_eps,
         }
@@ -181,14 +182,16 @@ class Muon(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.note_capture()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
         groups = [group for group in self.param_groups if group["rule"] == "muon"]
         members = [member for group in groups for member in self._members(group)]
-        matrices = [matrix for member in members if member.shard is None for matrix in member.matrices()]
+        matrices = [matrix for member in members if not member.num_divided for matrix in member.matrices()]
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
             matrix.step(update)
-        self._step_shards([member for member in members if member.shard is not None])
+        self._step_shards([member for member in members if member.num_divided == 1])
+        self._step_gathered([member for member in members if member.num_divided > 1])
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss
 
@@ -208,7 +211,7 @@ class Muon(SavedOptimizer):
             own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]
         self._adamw.step()
 
-    def _members(self, group: Group) -> Iterator[_Member]:
+    def _members(self, group: Group) -> Iterator[Member]:
         """The parameters of a group that have gradients, after a step of their momentum."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         for param in params:
@@ -221,198 +224,64 @@ class Muon(SavedOptimizer):
         grads = local_gradients(params, [param.grad for param in params], list)
         if params:
             torch._foreach_lerp_(momenta, grads, 1 - float(group["momentum"]))
+        is_block = group["steps"] % group["period"] > 0
+        if group["period"] > 1:
+            group["steps"] += 1
         for param, grad, momentum in zip(params, grads, momenta, strict=True):
-            yield _Member(param, local(param), grad, momentum, group, self._dtype_of(param))
+            yield Member(param, local(param), grad, momentum, group, self._dtype_of(param), is_block)
 
-    def _step_shards(self, members: list[_Member]) -> None:
+    def _step_shards(self, members: list[Member]) -> None:
         """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""
-        kinds: dict[Any, list[_Member]] = {}
+        kinds: dict[Any, list[Member]] = {}
         for member in members:
-            assert member.shard is not None
-            kinds.setdefault((member.shard[0], member.param.dtype, member.part.device), []).append(member)
+            kinds.setdefault((member.shards[0][0], member.param.dtype, member.part.device), []).append(member)
         for (group, dtype, device), mine in kinds.items():
             shapes = [member.param.shape for member in mine]
             costs = [
                 sum(one.cost for one in member.on(torch.empty(member.param.shape, device="meta"))) for member in mine
             ]
             owners = owners_of(costs, dist.get_world_size(group))
-            exchange = ShardExchange(group, shapes, [member.shard[1] for member in mine if member.shard], owners)
+            exchange = ShardExchange(group, shapes, [member.shards[0][1] for member in mine], owners)
             wholes = exchange.gather([member.direction() for member in mine])
-            owned = [mine[index].on(whole) for index, whole in zip(exchange.owned, wholes, strict=True)]
-            updates = iter(_orthogonal([matrix for matrices in owned for matrix in matrices]))
-            results = [
-                torch.cat([matrix.upright(next(updates)).flatten() for matrix in matrices]).view(whole.shape)
-                for matrices, whole in zip(owned, wholes, strict=True)
-            ]
+            results = results_of([mine[index] for index in exchange.owned], wholes)
             stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
             shards = exchange.scatter(results, torch.empty(0, dtype=stored, device=device))
             for member, shard in zip(mine, shards, strict=True):
-                matrix = next(iter(member.on(torch.empty(member.param.shape, device="meta"))))
-                _decay_and_add(member.part, shard, member.group, matrix.shape)
+                decay_and_add_(member.part, shard, member.group, member.scale)
+
+    def _step_gathered(self, members: list[Member]) -> None:
+        """Step DTensors that several dimensions of a mesh divide: all their ranks gather and orthogonalize them."""
+        results = results_of(members, [member.gathered() for member in members])
+        for member, result in zip(members, results, strict=True):
+            decay_and_add_(member.part, member.shard_of(result), member.group, member.scale)
 
     def _dtype_of(self, param: Tensor) -> torch.dtype:
         return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
 
-    def _updates(self, matrices: list[_Matrix]) -> list[Tensor]:
+    def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""
         group = self.process_group
         if group is None or dist.get_world_size(group) == 1:
-            return _orthogonal(matrices)
+            return orthogonal(matrices)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         owners = owners_of([matrix.cost for matrix in matrices], world_size)
         mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank]
-        computed = {id(matrix): update for matrix, update in zip(mine, _orthogonal(mine), strict=True)}
+        computed = {id(matrix): update for matrix, update in zip(mine, orthogonal(mine), strict=True)}
         updates: dict[int, Tensor] = {}
         for kind in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
-            parts: list[list[_Matrix]] = [[] for _ in range(world_size)]
+            parts: list[list[Matrix]] = [[] for _ in range(world_size)]
             for matrix, owner in zip(matrices, owners, strict=True):
                 if (matrix.param.device, matrix.stored) == kind:
                     parts[owner].append(matrix)
             most = max(sum(matrix.param.numel() for matrix in part) for part in parts)
             sent = torch.zeros(most, dtype=kind[1], device=kind[0])
-            for matrix, place in _places(parts[rank], sent):
+            for matrix, place in places_in(parts[rank], sent):
                 place.copy_(computed[id(matrix)])
             received = [torch.empty_like(sent) for _ in range(world_size)]
             dist.all_gather(received, sent, group=group)
             for part, row in zip(parts, received, strict=True):
-                updates.update((id(matrix), place) for matrix, place in _places(part, row))
+                updates.update((id(matrix), place) for matrix, place in places_in(part, row))
         return [updates[id(matrix)] for matrix in matrices]
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """A parameter of one step, or this rank's part of it."""
-
-    param: Any
-    part: Tensor
-    grad: Tensor
-    momentum: Tensor
-    group: Group
-    dtype: torch.dtype  # of the products
-
-    @property
-    def shard(self) -> tuple[dist.ProcessGroup, int] | None:
-        """The ranks that have its shards, and the dimension that is divided; None if this rank has all of it."""
-        return divided(self.param) if is_dtensor(self.param) else None
-
-    def matrices(self) -> Iterator[_Matrix]:
-        """Its matrices, if this rank has all of it."""
-        parts = (self._parts(tensor) for tensor in (self.part, self.grad, self.momentum))
-        for weights, grad, momentum in zip(*parts, strict=True):
-            yield _Matrix(weights, grad, momentum, self.group, self.dtype)
-
-    def on(self, direction: Tensor) -> list[_Matrix]:
-        """The matrices of a whole u, which need no other tensor: ``lerp`` of u and u is u."""
-        return [_Matrix(part, part, part, self.group, self.dtype) for part in self._parts(direction)]
-
-    def direction(self) -> Tensor:
-        """u of this rank's part."""
-        momentum = float(self.group["momentum"])
-        return self.grad.lerp(self.momentum, momentum) if self.group["nesterov"] else self.momentum
-
-    def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.unbind() if self.group["batched"] else tensor.chunk(self.group["split"])
-
-
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """A parameter of one step, or one of its parts, as a matrix."""
-
-    param: Tensor
-    grad: Tensor
-    momentum: Tensor
-    group: Group
-    dtype: torch.dtype  # of the products
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return self.param.shape[0], self.param.numel() // self.param.shape[0]
-
-    @property
-    def wide(self) -> tuple[int, int]:
-        """The shape, transposed if there are more rows than columns."""
-        rows, columns = self.shape
-        return min(rows, columns), max(rows, columns)
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The dtype of O(u)."""
-        return torch.float64 if self.param.dtype == torch.float64 else torch.bfloat16
-
-    @property
-    def cost(self) -> int:
-        """Multiplications."""
-        is_gram = takes_gram(*self.wide, self.group["ns_steps"], self.dtype, self.param.device)
-        form = gram_products if is_gram else direct_products
-        return form(*self.wide, self.group["ns_steps"])
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Matrices that are equal in this can be one batch."""
-        options = tuple(self.group["ns_coefficients"]), self.group["eps"], self.group["ns_steps"]
-        return self.wide, self.dtype, self.param.dtype, self.param.device, options
-
-    def direction(self) -> Tensor:
-        """u, with ``rows <= columns``."""
-        direction = (
-            self.grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
-        )
-        matrix = direction.flatten(1)
-        return matrix.mT if self.shape[0] > self.shape[1] else matrix
-
-    def upright(self, update: Tensor) -> Tensor:
-        """O(u) with the rows and columns of the matrix."""
-        rows, columns = self.shape
-        return update.mT if rows > columns else update
-
-    def step(self, update: Tensor) -> None:
-        """Decay the weights and subtract the update."""
-        _decay_and_add(self.param, self.upright(update), self.group, self.shape)
-
-
-def _decay_and_add(weights: Tensor, update: Tensor, group: Group, shape: tuple[int, int]) -> None:
-    """Decay the weights of a matrix of this shape, or of a part of it, and subtract the update."""
-    lr, (rows, columns) = float(group["lr"]), shape
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        scale = 0.2 * math.sqrt(max(rows, columns))
-    else:
-        scale = math.sqrt(max(1, rows / columns))
-    weights.mul_(1 - lr * float(group["weight_decay"]))
-    weights.add_(update.reshape(weights.shape), alpha=-lr * scale)
-
-
-def _orthogonal(matrices: list[_Matrix]) -> list[Tensor]:
-    """O(u) of each matrix, in batches of one shape."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        kinds.setdefault(matrix.kind, []).append(index)
-    updates: dict[int, Tensor] = {}
-    for members in kinds.values():
-        first = matrices[members[0]]
-        size = max(1, MAX_BATCH // first.param.numel())
-        for begin in range(0, len(members), size):
-            part = members[begin : begin + size]
-            with torch.autocast(first.param.device.type, enabled=False):  # which would change the dtype of the stack
-                directions = torch.stack([matrices[index].direction() for index in part])
-            result = orthogonalize(
-                directions,
-                steps=first.group["ns_steps"],
-                coefficients=first.group["ns_coefficients"],
-                eps=first.group["eps"],
-                dtype=first.dtype,
-            )
-            updates.update(zip(part, result.to(first.stored), strict=True))
-    return [updates[index] for index in range(len(matrices))]
-
-
-def _places(matrices: Sequence[_Matrix], row: Tensor) -> Iterator[tuple[_Matrix, Tensor]]:
-    """The matrices, each with its part of a row in which they lie one after another."""
-    begin = 0
-    for matrix in matrices:
-        end = begin + matrix.param.numel()
-        yield matrix, row[begin:end].view(matrix.wide)
-        begin = end
 
 
 def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
@@ -432,8 +301,9 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
         )
     if is_dtensor(param):
         divided(param, name)
-    if len(param) % group["split"]:
-        raise ValueError(f"parameter {name} has {len(param)} rows, which split={group['split']} does not divide")
+    split = group["split"]
+    if len(param) % split if isinstance(split, int) else len(param) != sum(split):
+        raise ValueError(f"parameter {name} has {len(param)} rows, which split={split} does not divide")
 
 
 def _check_options(group: Group) -> None:
@@ -455,8 +325,13 @@ def _check_options(group: Group) -> None:
         raise ValueError(
             f"batched is {group['batched']!r}: it must be True, False or None, and True goes without split"
         )
-    if not isinstance(group["split"], int) or group["split"] < 1:
-        raise ValueError(f"split is {group['split']!r}: it must be an integer from 1 on")
+    split, period = group["split"], group["period"]
+    parts = split if isinstance(split, (tuple, list)) and split else (split,)
+    if not all(isinstance(rows, int) and rows >= 1 for rows in parts):
+        raise ValueError(f"split is {split!r}: it must be an integer from 1 on, or the rows of each matrix")
+    if not isinstance(period, int) or period < 1 or (period > 1 and split != 1):
+        raise ValueError(f"period is {period!r}: it must be an integer from 1 on, and above 1 it goes without split")
+    check_number("block_lr", group["block_lr"])
     steps = group["ns_steps"]
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps is {steps}: it must be an integer from 0 to 99")

@@ -53,20 +53,20 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
         )
 
 
-def divided(tensor: Any, name: object = "") -> tuple[dist.ProcessGroup, int] | None:
-    """The ranks that have shards of a DTensor, and the dimension that they divide; None if each rank has all of it.
+def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int]]:
+    """The ranks that have shards of a DTensor, and the dimension that they divide, for each such dimension of the mesh.
 
     Raises:
-        ValueError: several dimensions of the mesh divide it, or one divides it in another way than ``torch.chunk``.
+        ValueError: the only such dimension divides it in another way than ``torch.chunk``.
     """
     mesh, placements = mesh_of(tensor), placements_of(tensor)
     dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
-    if len(dims) > 1 or any(type(placements[dim]).__name__ != "Shard" for dim in dims):
+    if len(dims) == 1 and type(placements[dims[0]]).__name__ != "Shard":
         raise ValueError(
-            f"parameter {name} is laid out as {placements}, and Muon gathers a matrix along one dimension: put "
-            "it in a group with rule='adamw'"
+            f"parameter {name} is laid out as {placements}, and Muon takes what torch.chunk divides: put it in a group "
+            "with rule='adamw'"
         )
-    return (mesh.get_group(dims[0]), placements[dims[0]].dim) if dims else None
+    return [(mesh.get_group(dim), placements[dim].dim) for dim in dims]
 
 
 def first_of_shard(tensor: Any) -> int:

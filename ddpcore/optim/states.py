@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ddpcore.ops import Rule
 from ddpcore.ops.dtypes import is_narrow, wide
-from ddpcore.optim.checks import Group, State, is_rounded, is_scalar, options_of
+from ddpcore.optim.checks import Group, State, check_capture, is_capturing, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import local
@@ -97,6 +97,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     of the parameter, and step counters that parameters share.
     """
 
+    _is_captured = False  # whether a CUDA graph has captured a step
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
 
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
@@ -113,6 +114,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         """The dtype of a loaded state of the parameter."""
         raise NotImplementedError
 
+    def note_capture(self) -> None:
+        """Before a step: see :func:`~ddpcore.optim.checks.check_capture`, if a CUDA graph captures it."""
+        first = self.param_groups[0]["params"]
+        if first and is_capturing(first[0]):
+            check_capture(self.param_groups, self.defaults)
+            self._is_captured = True
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._given is not None:
@@ -127,7 +135,13 @@ class SavedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups, names, shapes or buffers do not match, or an option is invalid. Nothing is changed then.
+            RuntimeError: a CUDA graph has captured a step, and would go on with the old state.
         """
+        if self._is_captured:
+            raise RuntimeError(
+                "load_state_dict: a CUDA graph has captured a step of this optimizer and would go on with the old "
+                "state: load before the capture, or load into a new optimizer and capture its step"
+            )
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict := state_dict.copy())
             state_dict = state_dict if changed is None else changed

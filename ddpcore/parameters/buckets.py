@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from ddpcore.parameters.hooks import (
     weakly,
 )
 from ddpcore.parameters.shards import local
+
+PIECE = 2**19  # elements of all rows together that a CPU averages at a time: they stay in cache
+Pieces = Iterator[tuple[int, Sequence[Tensor]]]
+"""The columns of a message in parts: each has the number of its first column, and a row ``[n]`` for each learner."""
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -34,6 +39,18 @@ def _ranges(flat: FlatParameters) -> list[tuple[int, int]]:
     return [(s.offset, s.offset + s.numel) for s in flat.segments]
 
 
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether no program, graph or other tensor holds the memory of ``.grad``, so that its values may be replaced."""
+    if parameter.grad is None or parameter.grad.layout != torch.strided or sys.getrefcount(parameter.grad) > _ALONE:
+        return False
+    return torch._C._storage_Use_Count(parameter.grad.untyped_storage()._cdata) <= 2
+
+
+_probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
+_probe.grad = torch.zeros_like(_probe)
+_ALONE = sys.getrefcount(_probe.grad)  # of a gradient that only its parameter holds
+
+
 class GradientBuckets:
     """Calls ``on_message`` for each message of ``flat.grad_LP`` when it is complete, always in the same order.
 
@@ -43,22 +60,26 @@ class GradientBuckets:
 
     Args:
         flat: the parameters. Their gradients become views of ``flat.grad_LP``.
-        on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`.
+        on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`. If some of
+            these gradients lie elsewhere, it also gets all of them, as :data:`Pieces`.
         on_end: gets the indices of the segments in the order of their gradients. With several learners a segment is
             complete when every learner has its gradient.
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
+        in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
     """
 
     def __init__(
         self,
         flat: FlatParameters,
-        on_message: Callable[[Tensor], None],
+        on_message: Callable[..., None],
         on_end: Callable[[list[int]], None],
         *,
         waits: bool = False,
+        in_place: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.flat, self.waits = flat, waits
+        self.flat, self.waits, self._in_place = flat, waits, in_place
+        self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused = False
         self.num_paused = 0  # gradients that came while paused
         self._on_message = on_message
@@ -111,7 +132,7 @@ class GradientBuckets:
         self._rows.add(row)
         is_small = gradient.numel() < LARGE
         del gradient  # gather_grad counts references
-        if self.waits and is_small:
+        if self.waits and (is_small or self._in_place()):
             self._note_final(segment)
         elif self._runs_last(parameter) and id(parameter) not in self._late:
             self._gather(parameter, index)
@@ -183,7 +204,8 @@ class GradientBuckets:
             return  # the other learners have their backward passes later
         if self.waits and tuple(map(Tensor.data_ptr, self.flat.grad_views)) != self.flat.grad_pointers:
             self.flat.renew_grad_views()  # the program has set grad.data
-        self.flat.gather_grads(left=self._sent)
+        self._own = self._own_grads()
+        self.flat.gather_grads(left=self._sent | self._own.keys())
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         self._send(self._tracker.finish())
         self._on_end(self._order)
@@ -206,4 +228,36 @@ class GradientBuckets:
 
     def _send(self, ready: tuple[int, int]) -> None:
         for begin, end in self.messages[ready[0] : ready[1]]:
-            self._on_message(self.flat.grad_LP[:, begin:end])
+            columns = self.flat.grad_LP[:, begin:end]
+            self._on_message(columns, *([self._pieces(begin, end)] if self._own else []))
+        self._own = {}
+
+    def _own_grads(self) -> dict[int, Tensor]:
+        """The large gradients that may be averaged where they lie, because nothing else holds their memory."""
+        if not self.waits or not self._in_place():
+            return {}
+        shared = {index for index, parameter in enumerate(self.flat.parameters) if not _is_alone(parameter)}
+        own = self.flat.own_grads(LARGE)
+        return {index: gradient for index, gradient in own.items() if index not in shared}
+
+    def _pieces(self, begin: int, end: int) -> Pieces:
+        flat, own, num = self.flat, self._own, len(self.flat.segments)
+        outside = {index % num for index in own}
+        chunk = max(LARGE // 4, PIECE // flat.num_rows) if flat.grad_LP.device.type == "cpu" else flat.numel
+        ranges = [(segment, *bounds) for segment, bounds in enumerate(_ranges(flat)) if segment in outside]
+        for segment, start, stop in [*ranges, (num, end, end)]:
+            first, last = (max(begin, min(bound, end)) for bound in (start, stop))
+            for at in range(begin, first, chunk):
+                yield at, list(flat.grad_LP[:, at : min(at + chunk, first)])
+            for at in range(first, last, chunk):
+                to = min(at + chunk, last)
+                rows = flat.grad_LP[:, at:to]
+                places = range(segment, num * flat.num_rows, num)
+                yield (
+                    at,
+                    [
+                        own[place][at - start : to - start] if place in own else row
+                        for place, row in zip(places, rows, strict=True)
+                    ],
+                )
+            begin = last

@@ -26,6 +26,7 @@ ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple
 LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
 MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
+_OF_GRADIENTS = ("grad_LP", "grad_views", "grad_pointers", "_grad_stacks")  # attributes that need the buffer
 _gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
@@ -55,6 +56,7 @@ class FlatParameters:
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
         shards: if all parameters are DTensors, of one learner. The buffers hold their local parts then, and
             ``grad_views`` are DTensors.
+        sends_gradients: whether other ranks get columns of ``grad_LP``. Else it is allocated when something reads it.
 
     Attributes:
         names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
@@ -69,6 +71,7 @@ class FlatParameters:
     grad_LP: Tensor
     grad_views: tuple[Tensor, ...]
     grad_pointers: tuple[int, ...]  # addresses of grad_views
+    grad_start: int | None  # the address of grad_LP; None while it is not allocated
     index: dict[int, int]  # of each parameter, by its id
     on_gradients: list[Callable[[], None]]  # called after add_gradients
 
@@ -80,9 +83,10 @@ class FlatParameters:
         first_bucket_bytes: int = MiB,
         allocate: Allocate | None = None,
         shards: Shards | None = None,
+        sends_gradients: bool = True,
     ) -> None:
         self.on_gradients = []
-        self.shards = shards
+        self.shards, self._sends_gradients = shards, sends_gradients
         rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
             _check_parameters([(name, local(parameter)) for name, parameter in named])
@@ -341,12 +345,28 @@ class FlatParameters:
             self._put(parameter, view)
         del value
         values.clear()  # frees the old weights before the gradients are allocated
-        self.grad_LP = self._new(shape, dtype, device)
+        for name in _OF_GRADIENTS:
+            vars(self).pop(name, None)
+        self.grad_start = None
+        for index, gradient in enumerate(gradients):
+            self.parameters[index].grad = gradient
+            if gradient is not None and self._sends_gradients:
+                local(self.grad_views[index]).copy_(local(gradient))
+                self.parameters[index].grad = self.grad_views[index]
+        if self._sends_gradients and self.grad_start is None:
+            self._allocate_gradients()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_GRADIENTS:
+            raise AttributeError(name)
+        self._allocate_gradients()
+        return vars(self)[name]
+
+    def _allocate_gradients(self) -> None:
+        new = self._new if self._sends_gradients else _zeros  # the first may wait for other ranks
+        self.grad_LP = new(self.param_LP.shape, self.param_LP.dtype, self.param_LP.device)
+        self.grad_start = self.grad_LP.data_ptr()
         self.renew_grad_views()
-        for parameter, gradient, view in zip(self.parameters, gradients, self.grad_views, strict=True):
-            if gradient is not None:
-                local(view).copy_(local(gradient))
-                parameter.grad = view
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "on_gradients": []}  # a copy has no watchers

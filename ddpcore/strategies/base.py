@@ -122,9 +122,9 @@ class Strategy:
 
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
-        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        shown = {name: describe(value) if callable(value) else repr(value) for name, value in settings.items()}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        own = {name: value for name, value in vars(self).items() if name[0] != "_" and (name, value) != ("group", 1)}
+        shown = [f"{name}={describe(value) if callable(value) else repr(value)}" for name, value in own.items()]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
     def traits(self) -> Traits:
@@ -143,11 +143,7 @@ class Strategy:
         """
 
     def check_run(self, num_steps: int) -> None:
-        """Check the schedules of options and topology for a run of so many steps, where its length is known.
-
-        Raises:
-            ValueError: a schedule leaves its range, or goes past the end of the run.
-        """
+        """Raise ValueError if a schedule leaves its limits in a run of so many steps, or goes past its end."""
         if self.topology is not None:
             self.topology.check_run(num_steps)
 
@@ -155,7 +151,11 @@ class Strategy:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are ready."""
+        """Called in a backward pass if ``traits.averages_gradients``: columns ``[L, n]`` of ``grad_LP`` are ready.
+
+        A method with the attribute ``only_averages`` does no more than average them as the plan says. For virtual
+        learners it need not be called: large gradients are then averaged where they lie.
+        """
 
     def after_backward(self, learner: Learner) -> None:
         """Called at the end of a backward pass if ``traits.averages_gradients``."""

@@ -16,7 +16,6 @@ from ddpcore.comm.base import Decode, Exchange
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
-from ddpcore.options.milestones import Setting
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
 from ddpcore.strategies.base import NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of
@@ -25,6 +24,7 @@ from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import check_stale
 from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.schedule import Setting
 from ddpcore.topology.wrapped import Damped
 
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")

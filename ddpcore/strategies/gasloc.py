@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.agreement import describe
 from ddpcore.comm.columns import exchange_columns
-from ddpcore.options.milestones import Rounds, Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.schedule import Rounds, Varying
 from ddpcore.topology.wrapped import slowed
 
 
@@ -72,15 +71,10 @@ class GASLoC(GradientAverages):
         self._given = topology_of(self.name, topology, RandomPair)
         self.topology = self._between(self._given)
         self._rounds = Rounds(self.name, period)
-        self.period, self.outer_lr, self.outer_momentum = self._rounds.period.value, outer_lr, outer_momentum
+        self.period, self.outer_lr, self.outer_momentum = self._rounds.value, outer_lr, outer_momentum
         self._topology = slowed(self.topology, self._rounds.number)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
-
-    def __repr__(self) -> str:
-        group = f", group={self.group}" if self.group > 1 else ""
-        options = f"period={describe(self.period)}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
-        return f"GASLoC(topology={self.topology!r}, {options}{group})"
 
     @property
     @override
@@ -102,7 +96,7 @@ class GASLoC(GradientAverages):
     @override
     def check_run(self, num_steps: int) -> None:
         super().check_run(num_steps)
-        self._rounds.period.check_run(num_steps)
+        self._rounds.check_run(num_steps)
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""

@@ -14,7 +14,6 @@ from typing_extensions import override
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.columns import exchange_columns
-from ddpcore.options.milestones import Rounds, Setting, Varying
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
@@ -24,8 +23,9 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
-from ddpcore.topology.regular import Across
-from ddpcore.topology.wrapped import slowed
+from ddpcore.topology.regular import Complete
+from ddpcore.topology.schedule import Rounds, Setting, Varying
+from ddpcore.topology.wrapped import BetweenGroups, slowed
 
 
 @dataclass
@@ -53,6 +53,16 @@ class _Average:
                 rows = {number: row * shares[number] for number, row in rows.items()}
             self.rows = reduce(torch.add, rows.values()) / len(rows)  # in one order
         self.transfer = None
+
+
+def _check_rounds(topology: object, then: object, outer: object, restart: int) -> None:
+    """Check what a round does after its first average."""
+    check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
+    check_topology("local_sgd: then", then)
+    if then is not None and topology is None:
+        raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
+    if restart and outer is None:
+        raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
 
 
 class LocalSGD(GradientAverages):
@@ -100,9 +110,8 @@ class LocalSGD(GradientAverages):
             them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
             so a group may be a host. 1: each learner steps alone.
         then: a second topology W2: the result of the outer step is averaged again, at once. A round ends with
-            ``phi_j <- sum_k W2_jk(r) u_k``, where u_k is learner k's result without ``then``. The first average may
-            overlap with the steps, and the second one brings the learners closer: Factored Gossip DiLoCo (2606.22768).
-            This order rests on the abstract. The algorithm is in an appendix that was not read.
+            ``phi_j <- sum_k W2_jk(r) u_k``, where u_k is learner k's result without ``then``. This is Factored Gossip
+            DiLoCo (2606.22768) as its abstract has it; the appendix with its algorithm was not read.
         restart: R: the outer optimizer forgets its state after every R rounds, which widens the range of stable rates
             and momenta (2605.28585, abstract); 0: never.
         weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
@@ -141,31 +150,25 @@ class LocalSGD(GradientAverages):
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
         self._rounds = Rounds(self.name, period, switch_step, 1 if isinstance(period, int) else overlap + 1)
-        changes = self._rounds.period.changes
-        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else period)
+        changes = self._rounds.changes
+        check_range("local_sgd: overlap", overlap, least=0, below=None if changes else self._rounds.value)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
-        check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
         check_topology(self.name, topology)
-        check_topology(f"{self.name}: then", then)
-        if then is not None and topology is None:
-            raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
-        if restart and outer is None:
-            raise ValueError(f"local_sgd: restart is {restart} and there is no outer optimizer: pass outer")
+        _check_rounds(topology, then, outer, restart)
         if compression is not None and (outer is None or topology is not None):
             raise ValueError(
                 f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
                 "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
             )
-        self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.period.value)
+        self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.value)
         for option, used in (
             ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)
         ):  # fmt: skip
             if warmup_steps and used:
                 raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
-        self.period = self._rounds.period.value
-        self.warmup_steps = warmup_steps
-        self.switch_step = switch_step
+        self.period = self._rounds.value
+        self.warmup_steps, self.switch_step = warmup_steps, switch_step
         self.outer = outer
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
@@ -178,7 +181,7 @@ class LocalSGD(GradientAverages):
         self.error_decay = error_decay
         self.then = None if then is None else self._between(then)
         self.restart = restart
-        self._topology = None if topology is None else slowed(self.topology, self._rounds.number)  # once a round
+        self._topology = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
         self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
@@ -254,13 +257,15 @@ class LocalSGD(GradientAverages):
         super().check_run(num_steps)
         if self.then is not None:
             self.then.check_run(num_steps)
-        self._rounds.period.check_run(num_steps)
+        self._rounds.check_run(num_steps)
         self._alpha.check_run(num_steps)
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         if self.plan(learner.step).averages_gradients:
             super().bucket_ready(learner, columns)
+
+    bucket_ready.only_averages = True  # type: ignore[attr-defined]
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -317,7 +322,7 @@ class LocalSGD(GradientAverages):
             assert self._anchor is not None
             message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
             decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
-            transfer = learner.comm.exchange(message, Across(self.group), learner.step - 1)
+            transfer = learner.comm.exchange(message, BetweenGroups(self.group, Complete()), learner.step - 1)
             return _Average(message, transfer, decode, self.group, shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._topology is None:

@@ -9,12 +9,12 @@ import torch
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.options.milestones import Varying
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import warn_of_growth
 from ddpcore.strategies.local_sgd import LocalSGD
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
+from ddpcore.topology.schedule import Varying
 
 
 class NoLoCo(LocalSGD):

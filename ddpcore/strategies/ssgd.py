@@ -18,7 +18,7 @@ from ddpcore.topology.wrapped import BetweenGroups
 
 
 class GradientAverages(Strategy):
-    """A strategy that averages gradients of all learners, or of groups, in the steps whose ``plan`` says so.
+    """A strategy that averages gradients of all learners, or of groups of ``group`` learners, as its ``plan`` says.
 
     Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
     DistributedDataParallel.
@@ -26,9 +26,6 @@ class GradientAverages(Strategy):
     Args:
         group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
         weights: see :class:`SSGD`.
-
-    Raises:
-        ValueError: group is no whole number of at least 1; a weight is negative, or all are 0.
     """
 
     def __init__(self, group: int = 1, weights: Weights = None) -> None:
@@ -78,6 +75,8 @@ class GradientAverages(Strategy):
             self._shares = shares_of(self.name, self.weights, learner, own_samples(learner), size)
         scale_(columns, self._shares, learner)
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
+
+    bucket_ready.only_averages = True  # type: ignore[attr-defined]
 
     @override
     def after_backward(self, learner: Learner) -> None:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 
 from ddpcore import Connection, Distributed, Strategy, distribute
 from ddpcore.optim import FusedSGD
-from ddpcore.parameters.shards import is_dtensor
 
 STEPS = 6
 BATCH = 4  # samples of a learner in a step
@@ -218,7 +217,7 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and then buffers of floating-point numbers. Those of a learner of several ranks are gathered."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
-    return {name: tensor.full_tensor() if is_dtensor(tensor) else tensor for name, tensor in named.items()}
+    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
 
 
 def _copy_of(value: Any) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ddpcore.options.milestones import Milestones
 from ddpcore.options.registry import Registry
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
+from ddpcore.topology.schedule import Milestones
 from ddpcore.topology.wrapped import Hierarchical, Scheduled
 
 
@@ -20,13 +20,10 @@ def _hierarchical(local_size: int = 2) -> Hierarchical:
 
 def _scheduled(stages: Any = ((0, "ring"),), seed: int = 0) -> Scheduled:
     """A topology from each step on, by name or by a table of name and options: ``[[0, "ring"], [600, "complete"]]``."""
-    return Scheduled(tuple((step, topology_named(value, seed)) for step, value in Milestones(stages).stages))
-
-
-def topology_named(value: Any, seed: int = 0) -> Topology:
-    """The topology of a name, or of a table: its ``name``, and its options. ValueError: there is none."""
-    options = dict(value) if isinstance(value, Mapping) else {"name": value}
-    return TOPOLOGIES.build(str(options.pop("name", None)), seed=seed, **options)
+    named = [
+        (step, dict(one) if isinstance(one, Mapping) else {"name": one}) for step, one in Milestones(stages).stages
+    ]
+    return Scheduled([(step, TOPOLOGIES.build(str(one.pop("name", "")), seed=seed, **one)) for step, one in named])
 
 
 # Those that are made from a list, a matrix or a graph have no name.

@@ -44,23 +44,6 @@ class Complete(Static, Cyclic):
 
 
 @dataclass(frozen=True)
-class Across(Static):
-    """Of groups of k consecutive learners, one of each averages: learner j with j + k, j + 2k, and so on.
-
-    Learners of one group do not average with each other. Use it only where they hold the same rows. ``Across(1)`` is
-    :class:`Complete`.
-    """
-
-    group: int
-
-    def round(self, step: int, rank: int, num_learners: int) -> Round:
-        """The learners at the same place of the other groups, with weights k / n."""
-        check(step, rank, num_learners)
-        others = [other for other in range(rank % self.group, num_learners, self.group) if other != rank]
-        return uniform(others, others)
-
-
-@dataclass(frozen=True)
 class Ring(Static, Cyclic):
     """Each learner averages with its neighbours on a ring (Lian et al. 2017).
 

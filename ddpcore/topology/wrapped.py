@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
-from ddpcore.options.milestones import Milestones
 from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Matrix, Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
-from ddpcore.topology.regular import OnePeerExponential, Ring
+from ddpcore.topology.regular import OnePeerExponential, Ring, Static
 from ddpcore.topology.rounds import Round, uniform
+from ddpcore.topology.schedule import Milestones
 from ddpcore.topology.spectrum import Vector
 
 
@@ -116,12 +117,7 @@ class Damped(_Wrapped):
 
 @dataclass(frozen=True)
 class Slowed(_Wrapped):
-    """``W(t)`` is the matrix of another topology in the round of step t, for learners that average once a round.
-
-    Args:
-        topology: the other one.
-        rounds_of: gives the round of a step.
-    """
+    """``W(t)`` is the matrix of another topology in the round of step t, which ``rounds_of`` gives."""
 
     rounds_of: Callable[[int], int]
 
@@ -143,15 +139,10 @@ class Slowed(_Wrapped):
 class Scheduled(Topology):
     """A topology from each milestone on: ``Scheduled([(0, Ring()), (600, Complete())])``.
 
-    Args:
-        stages: pairs of the first step and the topology, in ascending order from step 0; or
-            :class:`~ddpcore.Milestones` of topologies.
-
-    Raises:
-        ValueError: they are no such pairs.
+    ``stages`` are pairs of the first step and the topology, or :class:`~ddpcore.Milestones`. ValueError: they are not.
     """
 
-    stages: Milestones[Topology]
+    stages: Any
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, Milestones):
@@ -163,12 +154,12 @@ class Scheduled(Topology):
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         check(step, rank, num_learners)
-        return self.stages(step).round(step, rank, num_learners)
+        turn: Round = self.stages(step).round(step, rank, num_learners)
+        return turn
 
     @override
     def period(self, num_learners: int) -> int | None:
-        """None: the first stages do not come again."""
-        return None
+        return None  # the first stages do not come again
 
     @override
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
@@ -179,8 +170,7 @@ class Scheduled(Topology):
 
     @override
     def spectral_gap(self, num_learners: int) -> float:
-        """That of the last stage."""
-        return self.stages.stages[-1][1].spectral_gap(num_learners)
+        return float(self.stages.stages[-1][1].spectral_gap(num_learners))
 
     @override
     def check_run(self, num_steps: int) -> None:
@@ -188,12 +178,7 @@ class Scheduled(Topology):
 
 
 def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
-    """The topology of learners that average once a round. Milestones of a schedule stay steps.
-
-    Args:
-        topology: of each round.
-        rounds: the round of a step.
-    """
+    """The topology of learners that average once a round. ``rounds`` gives that of a step; milestones stay steps."""
     if isinstance(topology, Scheduled):
         return Scheduled(tuple((step, slowed(one, rounds)) for step, one in topology.stages.stages))
     if isinstance(topology, BetweenGroups):
@@ -202,7 +187,7 @@ def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
 
 
 @dataclass(frozen=True)
-class WithinGroups(Topology):
+class WithinGroups(Static):
     """Each learner averages with all of its group of ``size`` consecutive learners. It joins no groups."""
 
     size: int
@@ -212,10 +197,6 @@ class WithinGroups(Topology):
         first = rank - rank % self.size
         return uniform(*[[other for other in range(first, first + self.size) if other != rank]] * 2)
 
-    @override
-    def period(self, num_learners: int) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
 class BetweenGroups(Topology):
@@ -223,10 +204,6 @@ class BetweenGroups(Topology):
 
     ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with
     the weights V of the other topology. Members of a group hold the same rows, so measurements are those of V.
-
-    Args:
-        size: k, of each group.
-        between: V, over n / k groups.
     """
 
     size: int

@@ -267,14 +267,6 @@ def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) 
     )
 
 
-def _build_strategy(config: TrainConfig, batches: ShardedBatches) -> Strategy | Baseline:
-    """A new strategy. ValueError: its schedules do not fit the length of the run."""
-    strategy = config.make_strategy()
-    if isinstance(strategy, Strategy):
-        strategy.check_run(total_steps(config, batches))
-    return strategy
-
-
 def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     """Build the parts of a run on torch's ``meta`` device: without memory for weights, in milliseconds.
 
@@ -285,10 +277,11 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     schedule = build_schedule(config, batches)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         _build_optimizer(config, build_model(config, dataset, torch.device("meta")), schedule)
-    strategy, policies = _build_strategy(config, batches), Policies(**config.strategy.policies)
+    strategy, policies = config.make_strategy(), Policies(**config.strategy.policies)
     if isinstance(strategy, Strategy):
         policies.check(strategy, None)
         strategy.setup(config.strategy.learners, torch.float32)
+        strategy.check_run(total_steps(config, batches))
     elif policies != Policies():
         raise ValueError(f"{strategy.name} runs without policies: leave them out")
     if config.run.target is not None and config.run.evaluate_on not in dataset.splits():
@@ -323,7 +316,9 @@ def build_trainer(
     model = build_model(config, dataset, placement.device)
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
-    strategy = _build_strategy(config, batches)
+    strategy = config.make_strategy()
+    if isinstance(strategy, Strategy):
+        strategy.check_run(total_steps(config, batches))
     arguments = {**_arguments(placement, strategy, buckets or {}), **options}
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners

@@ -78,6 +78,12 @@ def test_groups_on_a_host_share_memory(place: str, sent: int, real: list[dict[st
     assert [one[place]["grouped"] for one in real] == [([0.5], sent)] * 2 + [([2.5], sent)] * 2
 
 
+def test_between_hosts_a_rank_sends_its_part_of_the_weights(real: list[dict[str, Any]]) -> None:
+    """Half of 400 bytes go to the other host, and half to the other rank of the host."""
+    assert [one["two and two"]["columns"] for one in real] == [(True, 400, 200)] * 4
+    assert all(one[place]["columns"][:2] == (True, 400) for one in real for place in helper.PLACES)
+
+
 def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
     """Two edges of a ring and two of a hierarchy lie inside the hosts of two ranks; averages of all have no edges."""
     for one in real:

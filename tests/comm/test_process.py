@@ -84,6 +84,11 @@ def seen(transport: str, everything: list[dict[str, Any]]) -> list[dict[str, Any
     return [one[transport] for one in everything]
 
 
+def test_receives_are_posted_before_sends(everything: list[dict[str, Any]]) -> None:
+    """Else gloo sends one direction after the other, and an exchange over a slow link takes twice as long."""
+    assert [one["order"] for one in everything] == [["irecv", "irecv", "isend", "isend"]] * 3
+
+
 def test_average(seen: list[dict[str, Any]]) -> None:
     """Columns 2 to 5 become the mean, and the others stay, whether rows are gathered or reduced."""
     for rank, one in enumerate(seen):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D
+from ddpcore import Complete, Hierarchical, OnePeerExponential, RandomPair, Ring, Star, Topology, Torus2D, ops
 from ddpcore.comm import VirtualCommunicator, reductions
+from helpers.each import each
 
 
 def rows_of(num_learners: int, numel: int = 33) -> Tensor:
@@ -139,3 +140,30 @@ def test_bytes_are_those_of_real_learners() -> None:
 def test_impossible_worlds(n: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         VirtualCommunicator(n)
+
+
+@each("seed", range(30))
+def test_both_ways_to_average_a_pair_give_the_same_bits(seed: int) -> None:
+    """``average_pair_``: the kernel of 16 bits and of a GPU, and torch's addition; none of the numbers is subnormal."""
+    draw = torch.Generator().manual_seed(seed)
+    own, other = torch.randn(2, seed * 7 + 1, generator=draw) * 2.0 ** torch.randint(-120, 120, (2, 1), generator=draw)
+    own[0] = -0.0
+    kernel = own.clone()
+    ops.mix_(kernel, [other], 0.5, [0.5])
+    mirrored = other.clone()
+    reductions.average_pair_(mirrored, own)
+    reductions.average_pair_(own, other)
+    assert torch.equal(own.view(torch.int32), kernel.view(torch.int32))
+    assert torch.equal(own.view(torch.int32), mirrored.view(torch.int32)), "both learners have the same mean"
+
+
+@each(("seed", "topology"), [(seed, topology) for seed in range(10) for topology in (RandomPair(seed=2), Ring())])
+def test_differences_of_two_neighbours_are_opposite(seed: int, topology: Topology) -> None:
+    """So that nothing is lost where W is symmetric: of a pair, bit for bit (``Exchange.differences``)."""
+    num = 2 * (seed + 1) if isinstance(topology, RandomPair) else 2
+    rows = torch.randn(num, 1 + 13 * seed, generator=torch.Generator().manual_seed(seed)) * 10.0**seed
+    found = VirtualCommunicator(num).exchange(rows, topology, seed).differences(rows)
+    for learner in range(num):
+        for partner in topology.round(seed, learner, num).sources:
+            assert torch.equal(found[learner], -found[partner])
+    assert found.any()

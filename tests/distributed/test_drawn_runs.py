@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, NoiseStatistics
 from helpers import drawn_runs, ranks
 from helpers.drawn_runs import OPTIMIZERS, STEPS, Drawn, L
 from helpers.each import each
@@ -63,8 +63,7 @@ def test_learners_one_after_the_other_have_the_same_bits(seed: int) -> None:
 
 
 def _noise(run: Drawn) -> Any:
-    # The passes of a record take one batch, whatever the step had: they must only change nothing.
-    more = {"full_loss": lambda: run.loss(77), "hessian": True, "directions": 2}
+    more = {"loss": lambda: run.loss(run.number), "full_loss": lambda: run.loss(77), "hessian": True, "directions": 2}
     return NoiseStatistics(run.handle, run.optimizer, 2, batch_size=3, **more)
 
 
@@ -114,3 +113,18 @@ def test_learners_that_never_average_have_the_bits_of_plain_loops(seed: int) -> 
     for ours, model in zip(run.state(), models, strict=True):
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         assert_same([ours], [[*model.state_dict().values(), *grads]])
+
+
+@each("seed", range(600, 621))
+def test_a_hessian_without_vmap_has_the_same_bits_in_each_run(seed: int) -> None:
+    """``docs/curvature.md``."""
+    ends = []
+    for _ in range(2):
+        run = Drawn(seed, strategy="ssgd")
+        data = DataLoss(run.model, nn.functional.cross_entropy, [(run.inputs(0)[0], run.labels(0)[0])])
+        hessian = Hessian(run.model.eval(), data, vectorize=False)
+        products = hessian.product(torch.randn(2, hessian.numel, generator=torch.Generator().manual_seed(5)))
+        found = hessian.eigenvalues(1, 1, tolerance=0.1)
+        trace = hessian.trace(num_products=12)
+        ends.append([products, torch.from_numpy(found.values), found.vectors, torch.tensor([trace.value])])
+    assert_same(*([one] for one in ends))

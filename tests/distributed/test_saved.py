@@ -58,6 +58,27 @@ def test_another_number_of_learners(tmp_path: Path, moments: str) -> None:
     assert five.consensus_distance() > 0
 
 
+@pytest.mark.parametrize("learners", [2, 5])
+def test_each_from_the_nearest_old_learner(learners: int) -> None:
+    """Learner j of m starts from learner 3 j // m: its weights, buffers and moments."""
+    three, old = begin(3)
+    train(three, old, 0, 3)
+    other, optimizer = begin(learners)
+    load_run_state(other, [run_state(three)], weights="nearest")
+    sources = [0, 1] if learners == 2 else [0, 0, 1, 1, 2]
+    for model, source in zip(other.models, sources, strict=True):
+        for name, value in three.models[source].state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+        for parameter, its in zip(model.parameters(), three.models[source].parameters(), strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert old.state[its][name].any() and torch.equal(
+                    optimizer.state[parameter][name], old.state[its][name]
+                )
+    assert other.learner.step == 3 and (learners == 2 or torch.equal(*flat(other)[:2]))
+    train(other, optimizer, 3, 5)
+    assert not torch.equal(*flat(other)[:2])
+
+
 def test_refusals(tmp_path: Path) -> None:
     handle, optimizer = begin(3)
     train(handle, optimizer, 0, 1)
@@ -71,6 +92,8 @@ def test_refusals(tmp_path: Path) -> None:
         load_run_state(fewer, [state])
     with pytest.raises(ValueError, match="moments is 'keep': choose from average, reset"):
         load_run_state(begin(2)[0], [state], moments="keep")
+    with pytest.raises(ValueError, match="weights is 'own': choose from average, nearest"):
+        load_run_state(begin(2)[0], [state], weights="own")
     assert all(torch.equal(a, b) for a, b in zip(before, flat(fewer), strict=True))
     pushed, _ = begin(3, ddpcore.PushSum(ddpcore.OnePeerExponential()))
     with pytest.raises(ValueError, match="no plain average here: resume with as many learners"):

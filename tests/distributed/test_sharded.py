@@ -91,6 +91,14 @@ def test_a_learner_raises_or_skips_as_a_whole(quick):
     assert [one["found"] for one in skipped] == [[], [], [(1, 2)], [(1, 2)]]
 
 
+def test_memory_beyond_that_of_fsdp(quick):
+    """At most one copy of the shards, of 4 bytes a parameter, for gossip and for the anchor of an outer step."""
+    wanted = {"ssgd": 0, "dpsgd": 4, "dpsgd_atc": 4, "local_sgd": 0, "outer": 4, "outer_momentum": 8}
+    for of_rank in quick:
+        for name, num_bytes in wanted.items():
+            assert of_rank["memory"][name] == pytest.approx(num_bytes, abs=0.2), name  # counters, masks and such
+
+
 def test_noise_scales_are_of_whole_learners(quick):
     for of_rank in quick:
         for strategy, found in of_rank["noise"].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -184,6 +185,40 @@ def test_fsdp2_lamb(tmp_path: Path) -> None:
     resumed, _ = two_ranks(tmp_path, "fsdp2_lamb.py", *words)
     assert resumed.startswith("step 41: ")
     assert numbers(r"loss ([\d.]+)", resumed)[-1] < losses[-1]
+
+
+def process(folder: Path, script: str, *words: object, needs: str) -> str:
+    """What the script prints, as a process of its own, if the package that it needs is installed."""
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed: see the first lines of examples/{script}")
+    command = [sys.executable, str(EXAMPLES / script), *map(str, words)]
+    patient = {"RAY_raylet_start_wait_time_s": "300", "RAY_agent_register_timeout_ms": "300000"}  # on a busy machine
+    env = ranks.environment() | patient | {"RAY_DEDUP_LOGS": "0"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_ray_train(tmp_path: Path) -> None:
+    """A worker dies, Ray starts all again, and both have the weights of a run in which nobody died."""
+    sums, words = r"rank \d: the sum of all weights is \S+", ("--steps", 30, "--out")
+    whole = process(tmp_path, "ray_train.py", *words, "runs/whole", needs="ray")
+    died = process(tmp_path, "ray_train.py", *words, "runs/died", "--dies-at", 25, needs="ray")
+    assert "continues after" not in whole and (tmp_path / "runs" / "died" / "died").exists()
+    assert set(re.findall(r"rank (\d) continues after step [12]0", died)) == {"0", "1"}
+    assert len(set(re.findall(sums, whole))) == 2 and set(re.findall(sums, whole)) == set(re.findall(sums, died))
+    more = process(tmp_path, "ray_train.py", "--steps", 40, "--workers", 3, "--out", "runs/whole", needs="ray")
+    assert set(re.findall(r"rank (\d) continues after step 30", more)) == {"0", "1", "2"}
+    assert len(set(re.findall(sums, more))) == 3
+
+
+@pytest.mark.slow
+def test_torchtitan_lamb(tmp_path: Path) -> None:
+    printed = process(tmp_path, "torchtitan_lamb.py", "--steps", 6, needs="torchtitan")
+    losses = numbers(r"loss ([\d.]+)", printed)
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.3
+    assert printed.splitlines()[-1].endswith("entries of state, by the names of the parameters")
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ def check(folder: Path) -> dict[str, Any]:
             "file": (half, flat(model)),
             "distance": handle.consensus_distance(),
         }
+    train(range(1), None, save=folder / "ddp")
+    found["moves"] = [
+        train(range(1, 3), ddpcore.DPSGD(), resume=folder / "ddp", save=folder / "begun")[2],
+        train(range(3, 4), None, resume=folder / "begun")[2],
+    ]
     found["refused"] = {
         "prepared": refused(prepared_before),
         "wrapped": refused(wrapped_before),
@@ -122,7 +128,7 @@ def main() -> None:
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    torch.save(check(path.parent), path)
+    torch.save(check(Path(sys.argv[4])), path)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,22 @@ def dtypes(comm: Communicator, rank: int) -> dict[str, Any]:
     return seen
 
 
+def order(comm: Communicator) -> list[str]:
+    """The calls of an exchange with both neighbours."""
+    names, batch = [], dist.batch_isend_irecv
+
+    def recorded(transfers: list[dist.P2POp]) -> list[dist.Work]:
+        names.extend(transfer.op.__name__ for transfer in transfers)
+        return batch(transfers)
+
+    dist.batch_isend_irecv = recorded
+    try:
+        comm.exchange(torch.zeros(1, 4), Ring(), 0).received()
+    finally:
+        dist.batch_isend_irecv = batch
+    return names
+
+
 def main() -> None:
     path, rank, _ = join()
     pg, shm = ProcessGroupCommunicator(), SharedMemoryCommunicator(timeout=60.0)
@@ -129,6 +145,7 @@ def main() -> None:
         "mixed": dtypes(mixed, rank),
         "grid": dtypes(ProcessGroupCommunicator(num_rows=2), rank),
     }
+    seen["order"] = order(pg)
     torch.save(seen, path)
     dist.barrier()
     dist.destroy_process_group()

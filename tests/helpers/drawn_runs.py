@@ -206,6 +206,7 @@ class Drawn:
 
     def backward(self, number: int) -> None:
         """One pass of all learners here."""
+        self.number = number
         x, y = self.inputs(number), self.labels(number)
         if self.rank is not None:
             (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def main() -> None:
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}
-    torch.save(check(path.parent), path)
+    torch.save(check(Path(sys.argv[4])), path)
 
 
 if __name__ == "__main__":

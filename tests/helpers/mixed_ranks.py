@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import MixedCommunicator
+from ddpcore.comm.columns import exchange_columns
 from ddpcore.comm.shared import coordination
 from ddpcore.ops import Mixture
 from ddpcore.optim import FusedSGD
+from ddpcore.topology.wrapped import BetweenGroups
 from helpers import host_ranks, oracle
 from helpers.connection import connected
 from helpers.ranks import join
@@ -104,6 +106,14 @@ def grouped(rank: int) -> tuple[list[float], int]:
     return rows.unique().tolist(), comm.bytes_by_group
 
 
+def by_columns(rank: int) -> tuple[bool, int, int]:
+    """Whether two groups that hold different rows get their mean, and what this rank sent: in all, and by the group."""
+    comm = ddpcore.comm.connect(dist.group.WORLD, torch.device("cpu"))
+    rows = torch.arange(100.0)[None] + 8 * (rank // 2)
+    exchange_columns(comm, rows, BetweenGroups(2, ddpcore.Ring()), 2, 0).mixture().apply_(rows)
+    return torch.equal(rows, torch.arange(100.0)[None] + 4), comm.bytes_sent, comm.bytes_by_group
+
+
 def in_place(rank: int) -> tuple[bool, list[float]]:
     """Whether the new weights go to another buffer than the old ones, and the averages of three steps in place."""
     hosts = PLACES["two and two"]
@@ -132,6 +142,7 @@ def main() -> None:
             "loads": {name: trained(make, "mixed", torch.float32, loads=True) for name, make in NARROW.items()},
             "choices": choices(),
             "grouped": grouped(rank),
+            "columns": by_columns(rank),
             "sent": {name: sent(oracle.topology_of(oracle.Case("dpsgd", name, 4, "fused"))) for name in TOPOLOGIES},
         }
     seen["in place"] = in_place(rank)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.optim import Muon, muon, param_groups
+from ddpcore.optim import Muon, matrices, param_groups
 from helpers.connection import connected
 from helpers.ranks import join
 
@@ -44,8 +44,8 @@ def train(strategy: Any, rank: int, *, shared: bool = True, **options: Any) -> d
     handle = ddpcore.distribute(model, optimizer, strategy, **connected(**options))
     if not shared:
         optimizer.process_group = None
-    counts, real = [], muon.orthogonalize
-    muon.orthogonalize = lambda matrices, **more: (counts.append(len(matrices)), real(matrices, **more))[1]
+    counts, real = [], matrices.orthogonalize
+    matrices.orthogonalize = lambda matrices, **more: (counts.append(len(matrices)), real(matrices, **more))[1]
     try:
         for step in range(STEPS):
             inputs, labels = samples(step)
@@ -53,7 +53,7 @@ def train(strategy: Any, rank: int, *, shared: bool = True, **options: Any) -> d
             F.cross_entropy(handle.model(inputs[rank]), labels[rank]).backward()
             optimizer.step()
     finally:
-        muon.orthogonalize = real
+        matrices.orthogonalize = real
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"weights": weights, "counts": sum(counts), "group": optimizer.process_group is not None}
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon
-from ddpcore.optim import muon as muon_module
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon, matrices
 from helpers import shard_checkpoint_ranks
 from helpers.ranks import join
 
@@ -96,16 +96,19 @@ def equal_steps(meshes: dict[str, DeviceMesh], rank: int) -> dict[str, Any]:
 
 
 MATRICES = {"wide": (6, 20), "tall": (20, 6), "uneven": (7, 9), "few": (2, 5), "joint": (12, 8), "experts": (6, 4, 5)}
+MATRICES["grouped"] = (16, 6)  # eight rows of queries, four of keys and four of values
+BLOCK_STEPS, PERIOD, BLOCK_LR = 5, 3, 0.5
 
 
 def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
     """Muon on shards of rows and of columns, and on whole matrices, and how many matrices this rank orthogonalized."""
     found, counts = {}, []
-    real = muon_module.orthogonalize
-    muon_module.orthogonalize = lambda stack, **more: (counts.append(len(stack)), real(stack, **more))[1]
+    real = matrices.orthogonalize
+    matrices.orthogonalize = lambda stack, **more: (counts.append(len(stack)), real(stack, **more))[1]
     for name, mesh, places in (
         ("whole", None, []), ("rows", meshes["4"], [Shard(0)]), ("columns", meshes["2"], [Shard(1)]),
         ("hsdp", meshes["2x2"], [Replicate(), Shard(0)]), ("replicas", meshes["4"], [Replicate()]),
+        ("both", meshes["2x2"], [Shard(0), Shard(0)]), ("rows and columns", meshes["2x2"], [Shard(0), Shard(1)]),
     ):  # fmt: skip
         if mesh is not None and mesh.get_coordinate() is None:
             continue
@@ -114,6 +117,7 @@ def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
         weights = {key: nn.Parameter(make(torch.randn(shape, generator=draw))) for key, shape in MATRICES.items()}
         plain = [weights[key] for key in ("wide", "tall", "uneven", "few")]
         groups = [{"params": plain}, {"params": [weights["joint"]], "split": 3}]
+        groups.append({"params": [weights["grouped"]], "split": (8, 4, 4)})
         groups.append({"params": [weights["experts"]], "batched": True})
         optimizer = Muon(groups, lr=0.1, ns_dtype=torch.float32)
         counts.clear()
@@ -124,7 +128,36 @@ def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
         found[name] = {key: whole(weight) for key, weight in weights.items()} | {"count": torch.tensor(sum(counts))}
         kept = {key: whole(optimizer.state[weight]["momentum_buffer"]) for key, weight in weights.items()}
         found[name] |= {f"momentum of {key}": value for key, value in kept.items()}
-    muon_module.orthogonalize = real
+    matrices.orthogonalize = real
+    return found
+
+
+def drawn(key: str) -> list[Tensor]:
+    """The weights of one of MATRICES in float64, and the gradient of each step."""
+    draw = torch.Generator().manual_seed(list(MATRICES).index(key))
+    return [torch.randn(MATRICES[key], generator=draw, dtype=torch.float64) for _ in range(1 + BLOCK_STEPS)]
+
+
+def blockwise(meshes: dict[str, DeviceMesh]) -> dict[Any, Tensor]:
+    """Weights in float64 after steps of Muon on blocks. The run goes on from its saved state after the first step."""
+    found = {}
+    for layout, mesh, places in (
+        ("rows", meshes["4"], [Shard(0)]), ("rows and columns", meshes["2x2"], [Shard(0), Shard(1)]),
+        ("replicas", meshes["4"], [Replicate()]),
+    ):  # fmt: skip
+        for key in ("wide", "tall", "uneven", "few", "experts"):
+            start, *grads = drawn(key)
+            param = nn.Parameter(spread(start, mesh, places))
+            kind = {"batched": True if key == "experts" else None}
+            group = {"params": [param], "period": PERIOD, "block_lr": BLOCK_LR, **kind}
+            optimizer = Muon([group], lr=0.1)
+            for step, grad in enumerate(grads):
+                param.grad = spread(grad, mesh, places)
+                optimizer.step()
+                if step == 0:
+                    state, optimizer = optimizer.state_dict(), Muon([{**group, "period": 1}], lr=0.1)
+                    optimizer.load_state_dict(state)
+            found[layout, key] = whole(param).detach()
     return found
 
 
@@ -253,8 +286,8 @@ def refused(meshes: dict[str, DeviceMesh]) -> dict[str, Any]:
     message("tied groups", lambda: FusedLARS([{"params": tied[:1]}, {"params": tied[1:]}]))
     partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     message("partial", lambda: FusedSGD([("sum", partial)]))
-    divided = nn.Parameter(spread(torch.ones(8, 4), other, [Shard(0), Shard(0)]))
-    message("muon", lambda: Muon([("first", divided)]))
+    strided = nn.Parameter(spread(torch.ones(16, 4), mesh, [_StridedShard(0, split_factor=2)]))
+    message("muon", lambda: Muon([("first", strided)]))
     state = saved["state"][0]
     saved["state"][0] = {**state, "exp_avg": whole(state["exp_avg"])}
     message("whole state", lambda: optimizer.load_state_dict(saved))
@@ -288,6 +321,7 @@ def main() -> None:
     found = {
         "steps": equal_steps(meshes, rank),
         "muon": muon(meshes),
+        "blocks": blockwise(meshes),
         "equal rows": (equal_rows(meshes["4"]), equal_rows(None)),
         "reductions": num_reductions(meshes),
         "overflow": overflow(meshes["4"], rank),

@@ -3,115 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import ddpcore
-from ddpcore import Connection, Policies, RunState
+from ddpcore import Connection, Policies
 from ddpcore.diagnostics import NoiseStatistics
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
+from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import oracle
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
-from helpers.sharded_models import FEATURES, mixed, net, sharded
+from helpers.sharded_models import FEATURES, net, sharded
+from helpers.sharded_places import (
+    CPU,
+    OPTIMIZERS,
+    STEPS,
+    TOPOLOGY,
+    WHOLE,
+    Place,
+    begun,
+    distance,
+    weights,
+    whole,
+)
+from helpers.sharded_states import refused_states, resharded, resumed
 
-STEPS, BATCH = 6, 4
-CPU = torch.device("cpu")
-TOPOLOGY = ddpcore.Ring()
-
-
-def muon(params: Any) -> Muon:
-    every = list(params)
-    kinds = {rule: [one for one in every if (one.dim() == 2) == (rule == "muon")] for rule in ("muon", "adamw")}
-    return Muon([{"params": kind, "rule": rule} for rule, kind in kinds.items()], lr=0.01)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
-    "adamw": lambda params: FusedAdamW(params, lr=0.01),
-    "lamb": lambda params: FusedLAMB(params, lr=0.01),
-    "lars": lambda params: FusedLARS(params, lr=0.1, momentum=0.9),
-    "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "muon": muon,  # with float64, because it rounds its updates of float32 to bfloat16
-}
-WHOLE = {"mixed": mixed, "double": lambda: net().double()}  # what a feature shards; elsewhere net()
 SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
 WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
-
-
-def samples(learners: int, shards: int) -> tuple[Tensor, Tensor]:
-    """``[STEPS, learners, shards * BATCH, 5]``, and labels."""
-    generator = torch.Generator().manual_seed(5)
-    size = (STEPS, learners, shards * BATCH)
-    return torch.randn((*size, 5), generator=generator), torch.randint(0, 3, size, generator=generator)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
-
-
-class Place:
-    """This rank's place on a mesh of learners and shards, of the first ranks. All ranks make it."""
-
-    def __init__(self, learners: int, shards: int, like: Place | None = None) -> None:
-        ranks = torch.arange(learners * shards).view(learners, shards)
-        self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("learners", "shard"))
-        self.num, self.shards, self.is_in = learners, shards, self.mesh.get_coordinate() is not None
-        self.learner, self.shard = self.mesh.get_coordinate() or (-1, -1)
-        self.x, self.y = samples(learners, shards) if like is None else (like.x, like.y)
-
-    def batches(self, step: int, micro: int = 0, of: int = 1) -> tuple[Tensor, Tensor]:
-        """``[learners, shards, b, 5]`` and labels: one micro-batch of all ranks."""
-        x, y = (one[step].unflatten(1, (self.shards, of, -1))[:, :, micro] for one in (self.x, self.y))
-        return x, y
-
-    def batch(self, step: int, micro: int = 0, of: int = 1) -> tuple[Tensor, Tensor]:
-        x, y = self.batches(step, micro, of)
-        return x[self.learner, self.shard], y[self.learner, self.shard]
-
-    def train(self, handle: Any, steps: range, clip: bool = False, micros: int = 1) -> None:
-        """Of virtual learners, too: each has the batches of a whole shard group."""
-        optimizer, dtype = handle.learner.optimizer, next(handle.model.parameters()).dtype
-        for step in steps:
-            optimizer.zero_grad()
-            for micro in range(micros):
-                with contextlib.nullcontext() if micro == micros - 1 else handle.no_sync():
-                    if handle.comm.transport == "virtual":
-                        x, y = (one.flatten(1, 2) for one in self.batches(step, micro, micros))
-                        outputs = handle.model(x.to(dtype))
-                        handle.backward([cross_entropy(o, one) for o, one in zip(outputs, y, strict=True)])
-                    else:
-                        x, y = self.batch(step, micro, micros)
-                        cross_entropy(handle.model(x.to(dtype)), y).backward()
-            if clip and step == 3:
-                handle.clip_grad_norm_(0.5)
-            optimizer.step()
-
-
-def begun(place: Place, strategy: str, optimizer: str, model: nn.Module, *, virtual: bool = False) -> Any:
-    """The handle of a model that is a part of a learner, or of virtual learners."""
-    made = OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
-    options = {"learners": place.num} if virtual else {"mesh": place.mesh["learners"]}
-    return ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), **options)
 
 
 def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "plain") -> dict[str, float]:
@@ -129,10 +60,6 @@ def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "
         "average": float((outputs - wanted).abs().max()),
         "consensus": abs(handle.consensus_distance() - virtual.consensus_distance()),
     }
-
-
-def distance(mine: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    return max(float((mine[name] - value).abs().max()) for name, value in others.items())
 
 
 def bits_of_plain_ranks(place: Place, strategy: str, optimizer: str) -> bool:
@@ -218,54 +145,6 @@ def accumulated(place: Place) -> dict[str, bool]:
 
 
 # ---- the rest of a run ----
-
-
-def resumed(place: Place, strategy: str, optimizer: str, folder: Path) -> bool:
-    """Whether a run that torch.distributed.checkpoint saves in the middle, and new objects load, goes on to the bit."""
-    first, second = (begun(place, strategy, optimizer, sharded(mixed(norm=True), place.mesh["shard"])) for _ in "ab")
-    place.train(first, range(3), micros=2)
-    path = folder / f"{strategy}-{optimizer}"
-    dcp.save({"run": RunState(first)}, checkpoint_id=path)
-    place.train(second, range(1))  # what is loaded replaces what is there
-    dcp.load({"run": RunState(second, saved=path)}, checkpoint_id=path)
-    for one in (first, second):
-        place.train(one, range(3, STEPS), micros=2)
-    return distance(weights(first.model), weights(second.model)) == 0
-
-
-def resharded(place: Place, strategy: str, optimizer: str, folder: Path) -> dict[str, float]:
-    """A run of 2 x 2 ranks is loaded on 2 x 1, by two plain ranks and, its average, by one process and by 4 x 1."""
-    path, found = folder / f"{strategy}-{optimizer}-other", {}
-    handle = begun(place, strategy, optimizer, sharded(net(), place.mesh["shard"]))
-    place.train(handle, range(3))
-    dcp.save({"run": RunState(handle)}, checkpoint_id=path)
-    average, states = weights(handle.evaluation_model()), [weights(handle.model)]
-    place.train(handle, range(3, STEPS))
-    states.append(weights(handle.model))
-    every: list[Any] = [None] * place.num
-    dist.all_gather_object(every, states, group=place.mesh.get_group("learners"))
-    small = Place(place.num, 1, like=place)
-    if small.is_in:
-        group = small.mesh.get_group("learners")
-        for name, model, options in (
-            ("shards", sharded(net(), small.mesh["shard"]), {"mesh": small.mesh["learners"]}),
-            ("plain", net(), {"group": group}),
-        ):
-            made = OPTIMIZERS[optimizer](model.parameters())
-            other = ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), **options)
-            dcp.load({"run": RunState(other, saved=path)}, checkpoint_id=path, process_group=group)
-            found[f"{name}, loaded"] = distance(weights(model), every[small.learner][0])
-            small.train(other, range(3, STEPS))
-            found[f"{name}, trained"] = distance(weights(model), every[small.learner][1])
-    if dist.get_rank() == 0:
-        model = net()
-        made = OPTIMIZERS[optimizer](model.parameters())
-        alone = ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), learners=1)
-        dcp.load({"run": RunState(alone, saved=path)}, checkpoint_id=path, no_dist=True)
-        found["one process"] = distance(weights(model), average)
-    four = begun(Place(4, 1), strategy, optimizer, sharded(net(), Place(4, 1).mesh["shard"]))
-    dcp.load({"run": RunState(four, saved=path)}, checkpoint_id=path)
-    return {**found, "four learners": distance(weights(four.model), average)}
 
 
 def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
@@ -433,33 +312,43 @@ def refused(place: Place) -> dict[str, str]:
     return texts
 
 
+HELD: dict[str, Callable[[], Any]] = {
+    "ssgd": ddpcore.SSGD,
+    "dpsgd": ddpcore.DPSGD,
+    "dpsgd_atc": lambda: ddpcore.DPSGD(order="adapt_then_combine"),
+    "local_sgd": lambda: ddpcore.LocalSGD(2),
+    "outer": lambda: ddpcore.LocalSGD(2, outer=partial(torch.optim.SGD, lr=1.0)),
+    "outer_momentum": lambda: ddpcore.LocalSGD(2, outer=partial(torch.optim.SGD, lr=0.7, momentum=0.9)),
+}
+
+
+def held() -> dict[int, int]:
+    """The bytes of all memory that tensors of this process use, by address."""
+    gc.collect()
+    found = [getattr(one, "_local_tensor", one) for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in (one.untyped_storage() for one in found)}
+
+
+def memory(place: Place) -> dict[str, float]:
+    """What tensors hold after a step beyond those of FSDP2 alone, in bytes for each parameter of the shards."""
+    found: dict[str, float] = {}
+    for name, make in {"alone": None, **HELD}.items():
+        before = held()
+        model = nn.Linear(64, 64)
+        fully_shard(model, mesh=place.mesh["shard"])
+        optimizer, connection = FusedAdamW(model.parameters()), Connection(transport="pg")
+        if make is not None:
+            ddpcore.distribute(model, optimizer, make(), mesh=place.mesh["learners"], connection=connection)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+        numel = sum(parameter.to_local().numel() for parameter in model.parameters())
+        found[name] = sum(size for address, size in held().items() if address not in before) / numel
+    return {name: value - found["alone"] for name, value in found.items()}
+
+
 RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
-
-
-def refused_states(place: Place, folder: Path) -> dict[str, str]:
-    """States that this handle cannot load: each is refused before anything is loaded."""
-
-    def begin(strategy: str, model: nn.Module, **options: Any) -> Any:
-        return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), MAKERS[strategy](TOPOLOGY), **options)
-
-    learners, shard = {"mesh": place.mesh["learners"]}, place.mesh["shard"]
-    plain = begin("dpsgd", net(), learners=2)
-    dcp.save({"run": RunState(plain)}, checkpoint_id=folder / f"plain-{dist.get_rank()}", no_dist=True)
-    handle = begin("dpsgd_int8_stale", sharded(net(), shard), **learners)
-    place.train(handle, range(2))
-    dcp.save({"run": RunState(handle)}, checkpoint_id=folder / "stale")
-    tied = begin("dpsgd_int8_stale", sharded(net(tied=True), shard), **learners)
-    texts = {}
-    for name, one, path in (
-        ("whole state", handle, f"plain-{dist.get_rank()}"),
-        ("other parameters", tied, "stale"),
-        ("compressed", plain, "stale"),
-    ):
-        try:
-            RunState(one, saved=folder / path)
-        except ValueError as error:
-            texts[name] = str(error)
-    return texts
 
 
 QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
@@ -487,6 +376,7 @@ def quick(folder: Path) -> dict[str, Any]:
         "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
+        "memory": memory(two),
         "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
         "refused": {**refused(two), **refused_states(two, folder)},
     }
@@ -494,13 +384,11 @@ def quick(folder: Path) -> dict[str, Any]:
 
 def whole_list(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
-    both = ("ssgd", "local_sgd")
+    by_hand = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
-        "features": {
-            (one, name): beside_averages_by_hand(two, one, name) for one in FEATURES if one != "double" for name in both
-        },
+        "features": {case: beside_averages_by_hand(two, *case) for case in by_hand},
         "accumulated": accumulated(two),
         "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
         "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, Trainer
 
 import ddpcore
@@ -37,10 +40,13 @@ class Sentences(torch.utils.data.Dataset):
 
 
 class Losses(transformers.TrainerCallback):
-    """The loss of each step, as the trainer logs it: the mean over ranks."""
+    """The loss of each step, as the trainer logs it: the mean over ranks. And the weights before the first step."""
 
     def __init__(self) -> None:
         self.rows: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.begin = flat(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if "loss" in logs:
@@ -68,6 +74,7 @@ def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: An
     else:
         trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.begin = losses.begin
     return trainer, losses.rows
 
 
@@ -81,6 +88,27 @@ def refused(call: Any) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing"
+
+
+def sharded(folder: Path, kind: DistributedType) -> None:
+    """A trainer whose Accelerate is configured for a library that shards."""
+
+    class Sharded(GossipTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.distributed_type = kind
+
+    before = PartialState().distributed_type
+    try:
+        Sharded(MODELS["bert"](), transformers.TrainingArguments(str(folder), use_cpu=True), strategy=ddpcore.DPSGD())
+    finally:
+        AcceleratorState().distributed_type = before
+
+
+def wrapped(folder: Path) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
+    GossipTrainer(model, arguments, strategy=ddpcore.DPSGD(), train_dataset=Sentences("bert")).train()
 
 
 def check(folder: Path) -> dict[str, Any]:
@@ -120,6 +148,9 @@ def check(folder: Path) -> dict[str, Any]:
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),
+        "wrapped": refused(lambda: wrapped(folder / "x")),
+        "fsdp": refused(lambda: sharded(folder / "x", DistributedType.FSDP)),
+        "deepspeed": refused(lambda: sharded(folder / "x", DistributedType.DEEPSPEED)),
     }
     return found
 
@@ -128,7 +159,7 @@ def main() -> None:
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
-    torch.save(check(path.parent), path)
+    torch.save(check(Path(sys.argv[4])), path)
 
 
 if __name__ == "__main__":

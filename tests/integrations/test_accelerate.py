@@ -13,8 +13,14 @@ from helpers import accelerate_ranks, ranks
 
 
 @pytest.fixture(scope="module")
-def both() -> list[dict[str, Any]]:
-    return ranks.run("accelerate_ranks", 2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks save."""
+    return tmp_path_factory.mktemp("accelerate")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> list[dict[str, Any]]:
+    return ranks.run("accelerate_ranks", 2, more=[[folder]] * 2)
 
 
 def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
@@ -36,6 +42,13 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], precision: 
     assert not torch.equal(both[0][precision]["weights"][0], both[1][precision]["weights"][0])
 
 
+def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        gossip, back = found["moves"]
+        assert len(gossip) == 12 and len(back) == 6
+        assert max(gossip[0], back[0]) < 0.95 * found["ssgd"]["losses"][0][0]  # the loss of a new model
+
+
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "prepared": "accelerator.prepare() has the model already",
@@ -47,6 +60,16 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     for name, words in expected.items():
         message = both[0]["refused"][name]
         assert words in message and "\n" not in message, (name, message)
+
+
+def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], folder: Path) -> None:
+    _, begun, _ = accelerate_ranks.train(range(0), ddpcore.DPSGD(), resume=folder / "no")
+    assert torch.allclose(accelerate_ranks.flat(begun), both[0]["no"]["file"][0], rtol=0, atol=1e-7)
+    handle, _, losses = accelerate_ranks.train(range(2, 4), ddpcore.DPSGD(), resume=folder / "no")
+    assert len(losses) == 24 and max(losses) < both[0]["no"]["losses"][0][0]  # a new model has 1.1 and more
+    assert handle.learner.step == 6 + 12  # two epochs of two ranks with 6 batches each; then of one, with 12
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_one_process(tmp_path: Path) -> None:

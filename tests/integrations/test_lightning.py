@@ -16,8 +16,14 @@ SAME = ("ddpcore-dpsgd", "ddpcore-ssgd", "local")  # whose runs are repeated bit
 
 
 @pytest.fixture(scope="module")
-def both() -> list[dict[str, Any]]:
-    return ranks.run("lightning_ranks", 2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks save."""
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> list[dict[str, Any]]:
+    return ranks.run("lightning_ranks", 2, more=[[folder]] * 2)
 
 
 def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
@@ -79,6 +85,19 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     for name, words in expected.items():
         message = both[0]["refused"][name]
         assert words in message and "\n" not in message, (name, message)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_process_goes_on_with_the_average_of_two_ranks(
+    both: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    saved, run = str(folder / "ddpcore-dpsgd.ckpt"), both[0]["ddpcore-dpsgd"]
+    _, begun = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 2, resume=saved)
+    assert not begun.losses and torch.allclose(lightning_ranks.flat(begun), run["half_average"], rtol=0, atol=1e-7)
+    trainer, later = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3, resume=saved)
+    assert len(later.losses) == 12 and sum(later.losses) / 12 < run["losses"][0][0]
+    assert trainer.strategy.handle.learner.step == 12 + 12  # two epochs of two ranks, one of one rank
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertForSequenceClassification
 
 import ddpcore
 from helpers import ranks, transformers_ranks
@@ -15,8 +16,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def both() -> list[dict[str, Any]]:
-    return ranks.run("transformers_ranks", 2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks save."""
+    return tmp_path_factory.mktemp("transformers")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> list[dict[str, Any]]:
+    return ranks.run("transformers_ranks", 2, more=[[folder]] * 2)
 
 
 @pytest.mark.parametrize("name", transformers_ranks.MODELS)
@@ -59,11 +66,25 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
         "another": "use the same strategy",
         "again": "already serves a distribute() call",
+        "wrapped": "wrapped by DistributedDataParallel",
+        "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
+        "deepspeed": "Accelerate runs DEEPSPEED, which averages or shards by itself",
     }
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
         message = both[0]["refused"][name]
         assert words in message and "\n" not in message, (name, message)
+
+
+def test_one_process_goes_on_with_the_average_of_two_ranks(
+    both: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    saved = folder / "dpsgd" / "checkpoint-4"
+    later, losses = transformers_ranks.train(tmp_path, "bert", ddpcore.DPSGD(), resume=str(saved))
+    average = BertForSequenceClassification.from_pretrained(saved)
+    assert torch.allclose(later.begin, transformers_ranks.flat(average), rtol=0, atol=1e-7)
+    assert len(losses) == 4 and later.handle.learner.step == 8
+    assert sum(losses) / 4 < both[0]["dpsgd"]["losses"][0][0]
 
 
 def test_one_process(tmp_path: Path) -> None:

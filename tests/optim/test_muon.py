@@ -149,13 +149,13 @@ def test_a_batch_is_its_matrices(monkeypatch, assert_same_bits):
     sizes = []
     real = newton_schulz.orthogonalize
     monkeypatch.setattr(
-        "ddpcore.optim.muon.orthogonalize", lambda m, **more: (sizes.append(len(m)), real(m, **more))[1]
+        "ddpcore.optim.matrices.orthogonalize", lambda m, **more: (sizes.append(len(m)), real(m, **more))[1]
     )
     together, apart = parameters([(6, 9)] * 5 + [(9, 6)]), parameters([(6, 9)] * 5 + [(9, 6)])
     give_gradients(0, together, apart)
     Muon(together).step()
     assert sizes == [6]
-    monkeypatch.setattr("ddpcore.optim.muon.MAX_BATCH", 2 * 54)
+    monkeypatch.setattr("ddpcore.optim.matrices.MAX_BATCH", 2 * 54)
     Muon(apart).step()
     assert sizes == [6, 2, 2, 2]
     for left, right in zip(together, apart, strict=True):
@@ -230,6 +230,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"adamw_betas": (0.9, 1.0)}, r"adamw_betas\[1\] is 1.0"),
     ({"ns_dtype": torch.int32}, "ns_dtype is torch.int32"),
     ({"adamw_lr": -0.1}, "adamw_lr is -0.1"),
+    (
+        {"params": [{"params": parameters([(6, 4)]), "split": (4, 1)}]},
+        r"has 6 rows, which split=\(4, 1\) does not divide",
+    ),
+    (
+        {"params": [{"params": parameters([(6, 4)]), "split": (6, 0)}]},
+        r"split is \(6, 0\): it must be an integer from 1",
+    ),
+    ({"params": [{"params": parameters([(6, 4)]), "period": 0}]}, "period is 0: it must be an integer from 1 on"),
+    ({"params": [{"params": parameters([(6, 4)]), "period": 2, "split": 2}]}, "period is 2: .*, and above 1 it goes"),
+    ({"params": [{"params": parameters([(6, 4)]), "block_lr": -1.0}]}, "block_lr is -1.0"),
 ]
 
 
@@ -363,6 +374,23 @@ def test_muloco_is_the_same_on_ranks_and_virtual_learners(seen):
 def test_learners_that_differ_do_not_share(seen):
     for rank in seen:
         assert "Muon has a process_group" in rank["refusal"]
+
+
+@pytest.mark.parametrize("split", [4, (8, 4, 4)])
+def test_a_split_parameter_is_its_matrices(split, assert_same_bits):
+    """Heads, or projections of other numbers of rows, whose scales differ."""
+    (ours,) = parameters([(16, 6)], torch.float64)
+    parts = ours.detach().chunk(split) if split == 4 else ours.detach().split(split)
+    theirs = [nn.Parameter(part.clone()) for part in parts]
+    mine, other = Muon([{"params": [ours], "split": split, "period": 1}], lr=0.1), Muon(theirs, lr=0.1)
+    for step in range(3):
+        give_gradients(step, [ours])
+        cut = ours.grad.chunk(split) if split == 4 else ours.grad.split(split)
+        for param, grad in zip(theirs, cut, strict=True):
+            param.grad = grad.clone()
+        mine.step()
+        other.step()
+    assert_same_bits(ours.detach(), torch.cat([param.detach() for param in theirs]))
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -1,4 +1,4 @@
-"""The list "The same bits" of ``docs/optimizers.md``, line by line, for random shapes, options and lists of parameters."""
+"""The list "The same bits" of ``docs/optimizers.md``, line by line, for drawn shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpcore import ops
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
 from ddpcore.parameters.flat import FlatParameters
 from helpers.each import each
@@ -185,6 +186,7 @@ def test_a_gradient_scale_that_is_a_power_of_two(kind: str, seed: int) -> None:
 def test_any_number_of_threads(kind: str, seed: int, set_threads: Any) -> None:
     draw, shapes, dtype, given = drawn(kind, seed)
     shapes += [(70_001,)]  # torch divides a sum of 32768 elements among threads
+    dtype = torch.float64 if seed % 2 else dtype
     ends = []
     for threads in (1, draw.randint(2, 9)):
         set_threads(threads)
@@ -201,7 +203,7 @@ def test_any_number_of_threads(kind: str, seed: int, set_threads: Any) -> None:
 def test_compiled_and_eager(kind: str, seed: int) -> None:
     """The compiler sees a kernel as one operator, so that "aot_eager" calls what its code generator would call."""
     _, shapes, _, given = drawn(kind, seed)
-    dtype = DTYPES[2 * (seed % 2)]
+    dtype = torch.float32
     ends = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -261,3 +263,33 @@ def test_groups_of_muon_with_adamw(seed: int) -> None:
         muon.step()
         adamw.step()
     assert_alike((muon, ours), (adamw, theirs))
+
+
+@each(("kind", "seed"), CASES)
+def test_an_average_in_the_pass_of_the_step(kind: str, seed: int) -> None:
+    """ "Both ways give the same bits": one pass over memory, and two (``ddpcore/optim/weight_step.py``)."""
+    draw, shapes, dtype, given = drawn(kind, seed)
+    dtype = torch.bfloat16 if dtype == torch.float64 else dtype
+    given.pop("master_weights", None)
+    given.pop("state_dtype", None)
+    ends = []
+    peers, noise = draw.randint(1, ops.MAX_STEP_PEERS), draw.choice([None, ops.Noise(0.1, seed=seed, step=3)])
+    elsewhere = draw.random() < 0.5
+    for in_one in (True, False):
+        params = weights(shapes, dtype)
+        optimizer = KINDS[kind](params, **given)
+        flat = FlatParameters([[(str(index), param) for index, param in enumerate(params)]])
+        step = optimizer.bind(flat)
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            rows = [torch.randn(flat.numel, generator=generator).to(dtype) for _ in range(peers)]
+            out = torch.zeros_like(flat.param_LP[0]) if elsewhere and in_one else None
+            mixture = ops.Mixture(rows, 0.4, [0.6 / peers] * peers, noise, out)
+            if in_one:
+                step.average(mixture)
+            else:
+                mixture.apply_(flat.param_LP)
+            grads_of(number, params)
+            optimizer.step()
+        ends.append((optimizer, params))
+    assert_alike(*ends)

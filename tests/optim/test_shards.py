@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers import ranks, shard_checkpoint_ranks
-from helpers.shard_ranks import OPTIMIZERS
+from helpers.shard_ranks import BLOCK_LR, OPTIMIZERS, PERIOD, drawn
 
 LAYOUTS = [
     *((size, layout) for size in ("2", "4") for layout in ("fsdp", "mixed")),
@@ -112,7 +113,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(seen):
         torch.testing.assert_close(found["stepped"], torch.full((8, 4), 0.9))
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "hsdp", "replicas"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "hsdp", "replicas", "both", "rows and columns"])
 def test_muon_on_shards_is_muon_on_whole_matrices(layout, seen):
     """Products of a batch of another size may be added in another order. The update is rounded to bfloat16."""
     counts = []
@@ -125,8 +126,47 @@ def test_muon_on_shards_is_muon_on_whole_matrices(layout, seen):
             atol = 1e-6 if key.startswith("momentum") else 3 * 0.1 * 2 / 256  # steps x lr x scale x half a unit
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=atol, msg=key)
     num = int(seen[0]["muon"]["whole"]["count"])
-    assert sum(counts) == {"rows": num, "columns": num, "hsdp": 2 * num, "replicas": 4 * num}[layout]
-    assert max(counts) < num or layout == "replicas", "one rank did all the work"
+    assert sum(counts) == {"rows": num, "columns": num, "hsdp": 2 * num}.get(layout, 4 * num)
+    assert max(counts) < num or sum(counts) == 4 * num, "one rank did all the work"
+
+
+def orthogonal(u: Tensor) -> Tensor:
+    """Five Newton-Schulz steps by the equations."""
+    x = u / u.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def blocks_of(layout: str, whole: Tensor) -> list[Tensor]:
+    """What each rank has, as views."""
+    if layout == "replicas":
+        return [whole]
+    if layout == "rows":
+        return list(whole.chunk(4))
+    return [part for rows in whole.chunk(2) for part in rows.chunk(2, dim=1)]
+
+
+@pytest.mark.parametrize("layout", ["rows", "rows and columns", "replicas"])
+def test_blockwise_muon_is_its_equations_on_the_whole_matrix(layout, seen):
+    """Every third step is whole, the others are of the shards alone, with their own scale and rate."""
+    for key in ("wide", "tall", "uneven", "few", "experts"):
+        weight, *grads = drawn(key)
+        momentum = torch.zeros_like(weight)
+        for step, grad in enumerate(grads):
+            momentum = 0.95 * momentum + 0.05 * grad
+            u = 0.05 * grad + 0.95 * momentum
+            weight *= 1 - 0.1 * 0.1
+            is_whole = step % PERIOD == 0 or layout == "replicas"
+            pairs = [(weight, u)] if is_whole else zip(blocks_of(layout, weight), blocks_of(layout, u), strict=True)
+            for target, part in pairs:
+                for row, one in zip(target, part, strict=True) if key == "experts" else [(target, part)]:
+                    rate = 0.1 * (1.0 if is_whole else BLOCK_LR)
+                    if one.numel():
+                        row -= rate * max(1.0, len(one) / one.shape[1]) ** 0.5 * orthogonal(one)
+        for rank in seen:
+            torch.testing.assert_close(rank["blocks"][layout, key], weight, rtol=0, atol=1e-12, msg=key)
 
 
 @pytest.mark.parametrize("way", ["fsdp", "hsdp", "fsdp and tensor", "tensor"])
@@ -149,7 +189,7 @@ def test_a_partial_gradient_is_reduced(seen, assert_same_bits):
         ("mesh of the gradient", r"the gradient of parameter first is on DeviceMesh\(\(replicas=2.*distribute_tensor$"),
         ("tied", "parameter out is a shard of the same memory as parameter in: tie them as one parameter"),
         ("tied groups", "parameter out is a shard of the same memory as parameter in"),
-        ("muon", "parameter first is laid out as .* and Muon gathers a matrix along one dimension"),
+        ("muon", "parameter first is laid out as .* and Muon takes what torch.chunk divides"),
         ("partial", "parameter sum is a DTensor with partial sums"),
         ("whole state", "exp_avg of parameter 0 is a whole tensor and the parameter a DTensor: load it with"),
         ("other layout", r"exp_avg of parameter 0 is laid out as \(Replicate\(\),\)"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD, base
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon, base, states
 from ddpcore.optim.batch import on_device
 
 ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::zeros", "aten::clone", "aten::copy_"}
@@ -77,6 +79,103 @@ def test_what_a_captured_step_writes_into_stays_alive(monkeypatch):
         optimizer.step()
     dropped, kept = ([ref() is not None for ref in refs] for refs in held)
     assert all(kept) and not any(dropped[:3])
+
+
+class Capturing:
+    """Stands for a CUDA graph that captures: on the CPU the calls inside run at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+
+    def __enter__(self) -> None:
+        for module in (base, states):
+            self._patch.setattr(module, "is_capturing", lambda tensor: True)
+
+    def __exit__(self, *_: object) -> None:
+        for module in (base, states):
+            self._patch.setattr(module, "is_capturing", lambda tensor: False)
+
+
+def trained(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(5, 7, bias=kind is not Muon)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model, kind(model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (FusedSGD, {"momentum": torch.tensor(0.9)}, "momentum"),
+        (FusedSGD, {"lr": torch.tensor(0.1), "weight_decay": torch.tensor(0.1)}, "weight_decay"),
+        (FusedAdamW, {"betas": (0.9, torch.tensor(0.99))}, "betas"),
+        (FusedLAMB, {"weight_decay": torch.tensor(0.1)}, "weight_decay"),
+        (FusedLARS, {"weight_decay": torch.tensor(0.1)}, "weight_decay"),
+        (Muon, {"lr": torch.tensor(0.1)}, "lr"),
+        (Muon, {"momentum": torch.tensor(0.9)}, "momentum"),
+    ],
+)
+def test_a_tensor_that_replays_would_not_read_is_refused(kind, options, name, monkeypatch):
+    model, optimizer = trained(kind, **options)
+    optimizer.step()  # without a graph each step reads it
+    before = model.weight.detach().clone()
+    with Capturing(monkeypatch), pytest.raises(RuntimeError, match=f"^{name} is a tensor, .*: pass a number$"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_a_rate_on_another_device_is_refused(monkeypatch):
+    _, optimizer = trained(FusedSGD, lr=torch.tensor(0.1))
+    with Capturing(monkeypatch):
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+        with pytest.raises(RuntimeError, match=r"^lr is a tensor, .*: put it on the device of the parameters$"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, Muon])
+def test_a_parameter_that_no_replay_would_step_is_refused(kind, monkeypatch):
+    model, optimizer = trained(kind)
+    optimizer.step()
+    model.weight.grad = None
+    with Capturing(monkeypatch):
+        with pytest.raises(RuntimeError, match=r"^parameter weight of a group has no gradient"):
+            optimizer.step()
+        model.weight.requires_grad_(False)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [FusedAdamW, Muon])
+def test_a_state_is_not_loaded_under_a_graph(kind, monkeypatch):
+    _, optimizer = trained(kind)
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state_dict=state)  # as torch.distributed.checkpoint calls it
+    with Capturing(monkeypatch):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"^load_state_dict: a CUDA graph has captured a step"):
+        optimizer.load_state_dict(state)
+    other = trained(kind)[1]
+    other.load_state_dict(optimizer.state_dict())
+    copy.deepcopy(optimizer).load_state_dict(state)  # no graph has captured a copy
+
+
+@pytest.mark.parametrize("kind", [FusedSGD, FusedAdamW])
+def test_steps_are_counted_beyond_what_16_bits_hold(kind):
+    """bfloat16 stops at 256, because 257 rounds to 256."""
+    model = nn.Linear(5, 7).to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    momentum = {} if kind is FusedAdamW else {"momentum": 0.9}
+    optimizer = kind(model.parameters(), lr=0.0, state_dtype=torch.bfloat16, **momentum)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one["step"] = torch.tensor(256.0, dtype=torch.bfloat16)
+    optimizer.load_state_dict(state)
+    for _ in range(3):
+        optimizer.step()
+    assert {float(optimizer.state[p]["step"]) for p in model.parameters()} == {259.0}
 
 
 def test_only_the_cpu_waits_for_a_number():

@@ -17,7 +17,7 @@ from ddpcore.testing import check_strategy
 from ddpcore.topology.wrapped import BetweenGroups
 from helpers import training
 
-K, GROUPS, STEPS = 2, 3, 8
+K, GROUPS, STEPS = 2, 4, 8
 ORDERS = ("average_while_computing", "adapt_then_combine", "combine_then_adapt")
 
 
@@ -67,7 +67,7 @@ def test_a_group_is_one_learner_with_its_batch(name: str) -> None:
 
 
 def test_bytes_between_groups_are_a_part() -> None:
-    """In a ring of three groups each learner sends 1/k of the weights twice, and k - 1 parts inside its group."""
+    """In a ring of groups each learner sends 1/k of the weights twice, and k - 1 parts inside its group."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(GROUPS * K, 6, 5), torch.randn(GROUPS * K, 6, 2)
     sent = {}

@@ -15,6 +15,7 @@ import torch
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.config import merged
 from helpers import images as helper
+from helpers.each import each
 from helpers.resumed import back_to, without_times
 
 ALONE = {
@@ -193,3 +194,50 @@ def test_nothing_but_damaged_checkpoints_is_an_error(tmp_path: Path, capsys: pyt
     with pytest.raises(ValueError, match=r"every checkpoint is damaged: remove .* to begin anew"):
         train(helper.config(run={"steps": 3}), out=tmp_path, resume=True, dataset=helper.images())
     assert "there is none before it" in capsys.readouterr().err
+
+
+OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {"name": "sgd", "nesterov": True, "state_dtype": "bfloat16"},
+    {"name": "sgd", "max_grad_norm": 0.5, "param_groups": True, "weight_decay": 1e-3},
+    {"name": "adamw", "lr": 0.01, "state_dtype": "bfloat16", "max_grad_norm": 1.0},
+    {"name": "lars", "param_groups": True, "weight_decay": 1e-4},
+    {"name": "lamb", "lr": 0.01},
+    {"name": "muon", "lr": 0.01, "param_groups": True},
+    {"name": "torch_sgd", "momentum": 0.9},
+    {"name": "adam", "lr": 0.01},
+)
+MODELS: tuple[dict[str, Any], ...] = (
+    {},  # LeNet-5, with dropout and batch normalization
+    {"name": "simple_cnn"},
+    {"name": "lenet5", "precision": "bf16", "channels_last": True},
+    {"name": "vit", "depth": 1, "width": 8, "num_heads": 2, "mlp_width": 12},
+    {"name": "resnext29", "blocks": [1, 1], "base_width": 4},
+)
+DATA: tuple[dict[str, Any], ...] = (
+    {"sampler": "distributed"},
+    {"sampler": "fixed", "accumulation": 2},
+    {"drop_last": False},
+    {"shards": "dirichlet"},
+    {"batch_growth": [[2, 24]], "batch_growth_lr": "sqrt"},
+    {},
+)
+
+
+@each("seed", range(14))
+def test_drawn_configs(seed: int, tmp_path: Path) -> None:
+    """``docs/training.md``: any strategy, model, optimizer and order of the data, stopped after any step."""
+    draw = random.Random(seed)
+    strategy = draw.choice([{}, *helper.STRATEGIES.values()])
+    fields = merged({"strategy": {"learners": 2}}, strategy) if strategy else {}
+    fields = {**fields, "model": draw.choice(MODELS), "data": merged(fields.get("data", {}), draw.choice(DATA))}
+    schedule = draw.choice([{}, {"schedule": "cosine", "schedule_unit": "epochs"}])
+    config = helper.config({**fields, "optimizer": {**draw.choice(OPTIMIZERS), **schedule}})
+    config = helper.config(config.to_dict(), run={"checkpoint_every": 1, "seed": seed})
+    out, at = tmp_path / str(seed), draw.randint(1, 5)
+    train(config, out=out, dataset=helper.images())
+    files = [out / "model.safetensors", out / "checkpoints/step-00000006/rank-0.safetensors"]
+    through = [file.read_bytes() for file in files]
+    back_to(at, out)
+    torch.manual_seed(99)
+    train(config, out=out, resume=True, dataset=helper.images())
+    assert [file.read_bytes() for file in files] == through

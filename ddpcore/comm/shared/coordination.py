@@ -220,7 +220,7 @@ class Coordinator:
             if theirs != mine:
                 self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
-                    "must call the same in the same order, so run a pass of one rank alone under torch.no_grad(), and "
+                    "must call the same: run a pass of one rank alone under torch.no_grad(), step() and "
                     "evaluation_model() on all"
                 )
 

@@ -17,16 +17,12 @@ Varying = float | Callable[[int], float] | Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Milestones(Generic[T]):
-    """A schedule of pieces: a value from each milestone on.
+    """A schedule of pieces, pairs of a step and the value from there on: ``((0, 64), (600, 1))``.
 
-    Args:
-        stages: pairs of the first step with a value, and this value: ``((0, 64), (600, 1))``. A list will do.
-
-    Raises:
-        ValueError: the stages are no such pairs, or their steps do not ascend from 0.
+    ValueError: ``stages`` are no such pairs, or their steps do not ascend from 0.
     """
 
-    stages: tuple[tuple[int, T], ...]
+    stages: Sequence[tuple[int, T]]
 
     def __post_init__(self) -> None:
         try:
@@ -52,84 +48,59 @@ class Milestones(Generic[T]):
 
 
 class Setting:
-    """A number, or a schedule of it.
-
-    Args:
-        name: of the option, for messages.
-        value: see ``Varying``.
-        kind: ``int`` for a whole number.
-        limits: those of :func:`ddpcore.options.typed.check_range`, for every value.
+    """A number, or a schedule of it (:data:`Varying`), of the type ``kind``. ValueError: it is outside of the limits.
 
     Attributes:
         value: with :class:`Milestones` for stages.
-
-    Raises:
-        ValueError: the number, that of a milestone, or that of step 0 is out of its range.
+        changes: whether it is a schedule.
     """
 
     def __init__(self, name: str, value: Any, kind: type[float] = float, **limits: Any) -> None:
         self.value: Any = Milestones(value) if isinstance(value, list | tuple) else value
-        self._name, self._limits = name, limits
-        stages = self.value.stages if isinstance(self.value, Milestones) else ((0, value),)
-        for step, one in stages:
+        self.name, self.changes, self._limits = name, callable(self.value), limits
+        for step, one in self.value.stages if isinstance(self.value, Milestones) else ((0, value),):
             if not callable(one):
                 typed(name, one, kind)
             self.at(step)
 
-    @property
-    def changes(self) -> bool:
-        """Whether it is a schedule."""
-        return callable(self.value)
-
     def at(self, step: int) -> Any:
-        """The number of the step. ValueError: a schedule leaves the range."""
-        name, value = self._name, self.value
-        if callable(value):
-            name, value = f"{name} at step {step}", value(step)
-        check_range(name, value, **self._limits)
+        """The number of the step. ValueError: a schedule leaves the limits."""
+        value = self.value(step) if self.changes else self.value
+        check_range(f"{self.name} at step {step}" if self.changes else self.name, value, **self._limits)
         return value
 
     def check_run(self, num_steps: int) -> None:
-        """Raise ValueError if a schedule leaves its range in a run of so many steps, or goes past its end."""
+        """Raise ValueError if a schedule leaves its limits in a run of so many steps, or goes past its end."""
         if isinstance(self.value, Milestones):
-            self.value.check_run(self._name, num_steps)
-        elif self.changes:
-            for step in range(num_steps):
-                self.at(step)
+            self.value.check_run(self.name, num_steps)
+        for step in range(num_steps if self.changes else 0):
+            self.at(step)
 
 
-class Rounds:
-    """Rounds of local steps: the one that begins at step t has ``period(t)`` steps, rounded to a whole number.
+class Rounds(Setting):
+    """Rounds of local steps: the one that begins at step t has ``period(t)`` steps, at least ``least``.
 
-    Args:
-        name: of the strategy, for messages.
-        period: a number of steps, or a schedule, see :class:`Setting`.
-        start: the step at which the first round begins.
-        least: the fewest steps of a round.
-
-    Raises:
-        ValueError: see :class:`Setting`.
+    The first one begins at step ``start``. ValueError: see :class:`Setting`.
     """
 
     def __init__(self, name: str, period: Any, start: int = 0, least: int = 1) -> None:
-        self.period = Setting(f"{name}: period", period, int, least=least)
+        super().__init__(f"{name}: period", period, int, least=least)
         self._begins = [start]  # of the rounds of a schedule, as far as they were asked for
 
     def number(self, step: int) -> int:
         """The round of a step. With a fixed period, rounds count from step 0."""
-        return bisect_right(self._known(step), step) - 1 if self.period.changes else step // self.period.value
+        return bisect_right(self._known(step), step) - 1 if self.changes else step // self.value
 
     def ends(self, step: int) -> bool:
         """Whether a round ends when so many steps are taken."""
-        if step <= self._begins[0]:
-            return False
-        if not self.period.changes:
-            return bool((step - self._begins[0]) % self.period.value == 0)
+        start = self._begins[0]
+        if not self.changes or step <= start:
+            return step > start and bool((step - start) % self.value == 0)
         begins = self._known(step)
         return begins[bisect_right(begins, step) - 1] == step
 
     def _known(self, step: int) -> list[int]:
         """The beginnings of all rounds up to a later step."""
         while self._begins[-1] <= step:
-            self._begins.append(self._begins[-1] + round(self.period.at(self._begins[-1])))
+            self._begins.append(self._begins[-1] + round(self.at(self._begins[-1])))
         return self._begins
