@@ -41,7 +41,7 @@ from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.regular import Complete, Hypercube, OnePeerExponential, Ring, Star, StaticExponential, Torus2D
 from ddpcore.topology.rounds import Round
 from ddpcore.topology.schedule import Milestones
-from ddpcore.topology.wrapped import Hierarchical, Scheduled
+from ddpcore.topology.wrapped import Hierarchical, Scheduled, Weighted
 
 __version__ = VERSION
 
@@ -88,6 +88,7 @@ __all__ = [
     "Topology",
     "Torus2D",
     "Traits",
+    "Weighted",
     "distribute",
     "join",
 ]

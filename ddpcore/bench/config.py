@@ -169,7 +169,9 @@ class BenchConfig(Options):
         if without_us and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
             optimizer = {**optimizer, "name": f"torch_{optimizer['name']}", "fused": True}
         values = {**self.values, "optimizer": optimizer, "strategy": {**own, **options, "name": strategy}}
-        data = {} if batch_size is None else {"batch_size": batch_size}
+        data: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+        if (here or {}).get("strategy", {}).get("learners", 1) == 1 or batch_size is not None:
+            data |= {"learners_batch": (), "balance": False}  # of one learner
         return TrainConfig.from_dict(merged(merged(values, here or {}), {"data": data}))
 
     def strategy(self, name: str) -> Strategy | Baseline:
@@ -278,7 +280,10 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     if on_failure != ON_FAILURE[0]:
         chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
-        strategy = config.train_config(name).make_strategy()
+        of_speed = config.value("data.learners_batch") or config.value("data.balance")
+        is_spread = of_speed and config.strategy(name).traits.most_learners != 1
+        here = {"strategy": {"learners": world_size}} if is_spread else None
+        strategy = config.train_config(name, here).make_strategy()
         if isinstance(strategy, Strategy):
             if world_size > 1:
                 check_transport(strategy, "virtual" if transport is None else transport.name)

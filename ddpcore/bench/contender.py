@@ -201,7 +201,9 @@ def build_contender(
     if is_idle(name, resolved, world):
         return Contender(name, None, resolved.config.strategy(name))
     strategy = HIDDEN.get(name, name)
-    share = resolved.training.data.batch_size // resolved.world_size if name == COMPUTE else None
+    data = resolved.training.data
+    own_size = data.learners_batch[world.rank] if data.learners_batch else data.batch_size // resolved.world_size
+    share = own_size if name == COMPUTE else None
     own = ddp_options(bucket_mb) if STRATEGIES.takes(strategy, "bucket_cap_mb") else {}
     config = resolved.train_config(strategy, options=own, batch_size=share)
     options: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +37,8 @@ from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import Trainer
-from ddpcore.training.build import threads_for
+from ddpcore.training.balance import balanced
+from ddpcore.training.build import LearnerPlacement, threads_for
 from ddpcore.training.memory import estimate
 
 REFERENCE = "ddp"  # the row to which the others' speed is related
@@ -71,6 +72,10 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
     """What every rank runs; rank 0 prints the table and writes the JSON file."""
     dataset = build_dataset(resolved, first=False).to(resolved.device)
     num_ranks = 1 if resolved.is_virtual else resolved.world_size
+    placement = balanced(LearnerPlacement.of(resolved.training, None if resolved.is_virtual else world), dataset)
+    if sizes := placement.config.data.learners_batch:
+        settings = (*resolved.config.settings, f"data.learners_batch={list(sizes)}")
+        resolved = replace(resolved, config=replace(resolved.config, settings=settings))
     with threads_for(resolved.train_config(resolved.strategies[0]), dataset, num_ranks):
         _compare(world, resolved, dataset)
 

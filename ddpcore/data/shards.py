@@ -30,6 +30,15 @@ def check_growth(name: str, batch_size: int, growth: Growth) -> None:
         raise ValueError(f"{name} has the batch sizes {sizes}: they must ascend, from above {batch_size}")
 
 
+def check_sizes(name: str, sizes: Sequence[int], batch_size: int, num_learners: int) -> None:
+    """ValueError unless there is a size of at least 1 for each learner, together ``batch_size``."""
+    if len(sizes) != num_learners or min(sizes) < 1 or sum(sizes) != batch_size:
+        raise ValueError(
+            f"{name} is {list(sizes)}: give each of {num_learners} learners at least 1 sample, together the batch size "
+            f"{batch_size}"
+        )
+
+
 @dataclass(frozen=True)
 class ShardedBatches:
     """Splits the samples of each step between L learners.
@@ -55,6 +64,8 @@ class ShardedBatches:
         growth: pairs of a step and the batch size from that step on, in ascending order. The samples of an epoch keep
             their order, and each step takes the next ones, so an epoch uses a sample at most once. An epoch ends when
             fewer samples are left than the next step needs; without drop_last these are its last batch.
+        sizes: samples of each learner in a step, together ``batch_size``; empty for equal shares. A batch has the same
+            samples with any sizes. They need the sampler ``global`` and drop_last, without parts and growth.
 
     Raises:
         ValueError: a batch cannot be split equally, or is larger than the data set; or ``growth`` is no list of pairs
@@ -69,6 +80,7 @@ class ShardedBatches:
     drop_last: bool = True
     parts: Sequence[np.ndarray] | None = field(default=None, compare=False, repr=False)
     growth: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[int, ...] = ()
     _passes: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +99,10 @@ class ShardedBatches:
         check_growth("growth", batch, self.growth)
         for size in (batch, *(size for _, size in self.growth)):
             self._check_size(size)
+        if self.sizes:
+            check_sizes("sizes", self.sizes, batch, learners)
+            if self.sampler != SAMPLERS[0] or not self.drop_last or self.growth or self.parts is not None:
+                raise ValueError("sizes of learners need the sampler global and drop_last, without parts and growth")
         if self.parts is not None:
             self._check_parts()
         if self.sampler == "global" and not self.drop_last and samples % learners:
@@ -174,8 +190,9 @@ class ShardedBatches:
     def indices(self, step: int) -> Tensor:
         """Sample numbers of a step (counted from 0), int64 ``[L, batch_size / L]`` on the CPU.
 
-        Without drop_last the last step of an epoch may have fewer columns. The result depends only on the step and the
-        fields of this object, so each rank can compute any step, in any order.
+        With sizes ``[L, largest size]``, where shorter rows end with -1. Without drop_last the last step of an epoch
+        may have fewer columns. The result depends only on the step and the fields of this object, so each rank can
+        compute any step, in any order.
         """
         (epoch, start), share = self.place(step), self._share(step)
         if self.parts is not None:
@@ -184,6 +201,11 @@ class ShardedBatches:
         if self.sampler == SAMPLERS[0]:
             order, learners = _permuted(self.num_samples, self.seed, epoch), self.num_learners
             chosen = order[start * learners : (start + share) * learners].reshape(learners, -1)
+            if self.sizes:
+                row, column = np.divmod(np.arange(learners * max(self.sizes)), max(self.sizes))
+                is_taken = (column < np.take(self.sizes, row)).reshape(learners, -1)
+                chosen, flat = np.full(is_taken.shape, -1, dtype=np.int64), chosen.ravel()
+                chosen[is_taken] = flat
         else:
             chosen = _order(self, epoch)[:, start : start + share]
         return torch.from_numpy(chosen.copy())  # because the cached array must not change

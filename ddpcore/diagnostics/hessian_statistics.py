@@ -121,6 +121,7 @@ class HessianStatistics(Observer):
                 )
             if no_mean := handle.strategy.traits.no_mean:
                 raise ValueError(f"{no_mean}: take dpsgd")
+            passes.check_equal_weights(handle)
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:

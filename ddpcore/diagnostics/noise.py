@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.diagnostics.passes import Loss, model_of
+from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of
 from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
 from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
 from ddpcore.distributed.handle import Distributed
@@ -175,6 +175,7 @@ def _hooked(
     traits = handle.strategy.traits
     if traits.no_mean:
         raise ValueError(f"{traits.no_mean}: take dpsgd")
+    check_equal_weights(handle)
     if (size := traits.group) > 1:
         raise ValueError(
             f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ddpcore import ops
 from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
 from ddpcore.parameters.shards import local
@@ -48,6 +49,12 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+def check_equal_weights(handle: HookedDistributed) -> None:
+    """Raise ValueError if learners do not count alike: statistics compare batches of one size."""
+    if handle.learner.shares is not None or handle.strategy.weights is not None:
+        raise ValueError("learners have weights, and statistics compare batches of one size: leave weights out")
 
 
 def model_of(handle: Distributed | nn.Module) -> nn.Module:

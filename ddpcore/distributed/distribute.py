@@ -127,7 +127,7 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
     num_first = comm.num_learners if comm.membership is None else comm.membership.first
     strategy.setup(num_first, dtype)
     if comm.membership is not None:
-        check_deaths(strategy)
+        check_deaths(strategy, num_first)
     if comm.num_learners > 1:
         check_transport(strategy, comm.transport)
     if strategy.traits.group > 1:
@@ -167,7 +167,9 @@ def _make_learner(
         sends_gradients=strategy.traits.averages_gradients,
     )
     _add_learners(optimizer, models)
-    learner = Learner(flat, comm, optimizer, models)
+    kept = None if strategy.topology is None else strategy.topology.kept_weights(comm.num_learners)
+    shares = None if kept is None else torch.from_numpy(kept)
+    learner = Learner(flat, comm, optimizer, models, shares=shares)
     if not is_newcomer:
         _start_alike(learner)
     return learner
@@ -232,7 +234,11 @@ def _baseline(
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out{more}")
     _check_unused(model)
     comm = strategy.connect(group)
-    return Distributed(strategy.wrap(model, group), comm)
+    handle = Distributed(strategy.wrap(model, group), comm)
+    if comm.num_learners > 1:
+        handle.model.register_forward_pre_hook(handle.phases.begin_forward)
+        handle.model.register_forward_hook(handle.phases.end_forward)
+    return handle
 
 
 def _given(options: dict[str, Any]) -> str:

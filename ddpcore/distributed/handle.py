@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
+from ddpcore.distributed.phases import PhaseClock
+from ddpcore.distributed.slow import SlowRank, slow_ranks
 from ddpcore.distributed.spans import Spans
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
@@ -28,17 +30,21 @@ class Distributed:
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
+        num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
+            backward pass. A number; for virtual learners a sequence of one for each.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
             :class:`ddpcore.data.ResharedBatches`.
     """
 
     learner: Learner | None = None
     deals: Resharding = ()
+    num_samples: int | Sequence[int] | None = None
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
         self.spans: Spans | None = None
+        self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
     @property
@@ -173,6 +179,22 @@ class Distributed:
             raise ValueError(f"learner {learner} is not among those that are left, {list(members)}")
         left = tuple(one for one in members if one != learner)
         self.play([Change(operation=operation, step=None, members=left, lost=(learner,))])
+
+    def slow_ranks(self) -> list[SlowRank]:
+        """The ranks for which the others wait, and in which phase of the step they lose the time. Collective.
+
+        It covers the steps since the last call, so the first call after a warm-up drops that. Nobody is named if the
+        others wait less than 10 % of a step, or if no rank explains 80 % of the waiting. Call it before an evaluation.
+        """
+        device, num_rows = next(self.model.parameters()).device, len(self.comm.learners)
+        rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu")
+        everyone = self.comm.gather(rows_LX.to(device))[::num_rows].tolist()
+        self.phases.restart()
+        ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members
+        rows = zip(ranks[::num_rows], everyone, strict=False)
+        own = {rank: tuple(one / row[0] for one in row[1:]) for rank, row in rows if row[0]}
+        few = len(own) < max(2, len(everyone))
+        return [] if few else slow_ranks({k: v[:3] for k, v in own.items()}, {k: v[3] for k, v in own.items()})
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

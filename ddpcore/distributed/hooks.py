@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
@@ -32,6 +33,7 @@ from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.joining import give_state, received_state
 from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.spans import Spans
 from ddpcore.distributed.state_sync import StateSync
 from ddpcore.distributed.watch import LoopWatch
@@ -72,6 +74,7 @@ class HookedDistributed(Distributed):
     ) -> None:
         super().__init__(model, learner.comm)
         self.spans = self._span = Spans(learner.comm)
+        self.phases = PhaseClock(self.spans)
         self.learner = learner
         self.strategy = strategy
         self._state_sync = state_sync
@@ -102,11 +105,14 @@ class HookedDistributed(Distributed):
 
     def _register_forward_hooks(self) -> None:
         hook = _ForwardHook(self)
+        self._leave_hook: RemovableHandle | None = None
         first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
             self.model.register_forward_hook(hook.leave, always_call=True)
+        elif self.comm.num_learners > 1:
+            self._leave_hook = self.model.register_forward_hook(hook.leave)
 
     @property
     @override
@@ -154,6 +160,8 @@ class HookedDistributed(Distributed):
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
+        if self._leave_hook is not None:
+            model._forward_hooks.pop(self._leave_hook.id, None)
         return model
 
     @override
@@ -219,6 +227,7 @@ class HookedDistributed(Distributed):
             self._buckets.restart()
         for observer in self.observers:
             observer.before_forward(self.learner)
+        self.phases.begin_forward()
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
@@ -227,7 +236,8 @@ class HookedDistributed(Distributed):
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
         strategy, comm = self.strategy, self.learner.comm
         plan = strategy.plan(self.learner.step)
-        only_averages = plan.averages_gradients and getattr(strategy.bucket_ready, "only_averages", False)
+        only_averages = strategy.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
+        only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
     def _noted(self, pieces: Pieces) -> Iterator[Sequence[Tensor]]:
@@ -236,6 +246,7 @@ class HookedDistributed(Distributed):
             yield rows
 
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
+        self.learner.num_samples = self.num_samples
         plan = self.strategy.plan(self.learner.step)
         if pieces is not None:
             size = plan.gradients or self.learner.comm.num_learners
@@ -313,7 +324,8 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
         flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        if self._buckets is None or watch.averaged or not watch.num_passes or not plan.averages_gradients:
+        has_pass = watch.num_passes or self.num_samples == 0  # a learner without samples needs none
+        if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
             return
         if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
             self._buckets.finish_without_pass()
@@ -321,6 +333,7 @@ class HookedDistributed(Distributed):
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        learner.num_samples = self.num_samples
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
@@ -347,6 +360,7 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
+        self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
             if self.strategy.plan(self.learner.step - 1).weights:
@@ -385,7 +399,7 @@ class _ForwardHook:
 
     def __init__(self, handle: HookedDistributed) -> None:
         reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
-        exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
+        exclude_from_compilation(_ForwardHook, "__call__", "leave", reason=reason)
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
@@ -416,8 +430,10 @@ class _ForwardHook:
         )
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """After a call of ``handle.model``, also after an error."""
+        """After a call of ``handle.model``, of virtual learners also after an error."""
         self._is_inside = False
+        if (handle := self._handle()) is not None:
+            handle.phases.end_forward(module, inputs, outputs)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()
@@ -432,6 +448,7 @@ def _is_traced() -> bool:
 
 class _NoHook:
     is_ours = True
+    _handle = staticmethod(lambda: None)  # of a deep copy of the method ``_ForwardHook.leave``
 
     def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         return

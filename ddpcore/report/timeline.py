@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddpcore.bench.findings import waited_for
 from ddpcore.display.chart import Chart, Series, finite
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
@@ -19,6 +20,7 @@ _PARTS = {
     "exposed": "exposed averaging",
     "seconds": "whole step",
 }
+_COUNTS = ("forward", "backward", "compute", "exposed")
 
 
 def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
@@ -43,7 +45,7 @@ def timeline_sections(run: Run, name: str) -> list[Section]:
     waits = _waits(found, steps)
     if waits is not None:
         tables.append(waits)
-    lines = _sentences(found, steps) if steps else []
+    lines = _named(found, steps) if steps else []
     charts = [
         _heat(found, steps, "exposed", "Exposed averaging of each rank at each step"),
         _heat(found, steps, "compute", "Compute of each rank at each step"),
@@ -83,31 +85,11 @@ def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
     return TableData(title="Time that the rank of a row waited for the rank of a column", headings=headings, rows=rows)
 
 
-def _sentences(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
-    slowest, saved, total = what_if(
-        {rank: [float(lines[step]["compute"]) for step in steps] for rank, lines in found.items()},
-        {rank: [finite(lines[step].get("seconds")) or 0.0 for step in steps] for rank, lines in found.items()},
-    )
-    share = f" ({100 * saved / total:.1f} %)" if total else ""
-    return [
-        f"Slowest rank: {slowest}, by the sum of its compute.",
-        f"If its compute were at most the median of the ranks at each step, and if each step lasts as long as its "
-        f"slowest rank computes, the {len(steps):,} steps would take {saved:.3g} s{share} less than {total:.3g} s.",
-    ]
-
-
-def what_if(compute: Mapping[int, Sequence[float]], seconds: Mapping[int, Sequence[float]]) -> tuple[int, float, float]:
-    """The rank with the most compute, the seconds saved if it were as fast as the median, and the seconds in all.
-
-    Args:
-        compute: of each rank, seconds of compute at each step.
-        seconds: of each rank, seconds of each whole step.
-    """
-    slowest = max(compute, key=lambda rank: sum(compute[rank]))
-    saved = 0.0
-    for at_step in zip(*compute.values(), strict=True):
-        middle = statistics.median(at_step)
-        values = dict(zip(compute, at_step, strict=True))
-        values[slowest] = min(values[slowest], middle)
-        saved += max(at_step) - max(values.values())
-    return slowest, saved, max(map(sum, seconds.values()))
+def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
+    """A sentence for each rank for which the others wait; none for steps that were recorded without their passes."""
+    rows = {rank: [[lines[step].get(key) for key in _COUNTS] for step in steps] for rank, lines in found.items()}
+    if any(finite(value) is None for lines in rows.values() for line in lines for value in line):
+        return []
+    means = {rank: [statistics.fmean(column) for column in zip(*lines, strict=True)] for rank, lines in rows.items()}
+    own = {rank: (forward, backward, work - forward - backward) for rank, (forward, backward, work, _) in means.items()}
+    return waited_for(own, {rank: mean[3] for rank, mean in means.items()})

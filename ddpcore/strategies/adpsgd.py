@@ -14,7 +14,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Job, LiveWeights
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration, acceleration_of
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_unweighted, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
@@ -164,6 +164,7 @@ class ADPSGD(Strategy):
                 f"{num_learners} numbers"
             )
         self.topology.validate(num_learners)
+        check_unweighted(self, num_learners)
         self._acceleration = self.acceleration(num_learners)
 
     def acceleration(self, num_learners: int) -> Acceleration | None:

@@ -117,6 +117,7 @@ class Strategy:
 
     name: ClassVar[str]
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    weights: Sequence[float] | str | None = None  # how much each learner counts in averages of all, or of a group
     _in_use: bool = False  # whether a distribute() call owns the object
 
     def __repr__(self) -> str:
@@ -227,10 +228,24 @@ def check_transport(strategy: Strategy, transport: str) -> None:
     raise ValueError(f"{strategy.name} does not run over {found}: {remedy}")
 
 
-def check_deaths(strategy: Strategy | Baseline) -> None:
-    """Raise ValueError if no learner may die or join."""
+def check_deaths(strategy: Strategy | Baseline, num_learners: int | None = None) -> None:
+    """Raise ValueError if no learner of so many may die or join."""
     if strategy.traits.no_deaths:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
+    kept = None if num_learners is None or strategy.topology is None else strategy.topology.kept_weights(num_learners)
+    if kept is not None or getattr(strategy, "weights", None) is not None:
+        raise ValueError(
+            f"{strategy.name}: weights are of these learners, and with on_failure='shrink' others take part"
+        )
+
+
+def check_unweighted(strategy: Strategy, num_learners: int) -> None:
+    """Raise ValueError if the topology has weights of learners, which the strategy does not know."""
+    if strategy.topology is not None and strategy.topology.kept_weights(num_learners) is not None:
+        raise ValueError(
+            f"{strategy.name} averages all learners alike and {strategy.topology!r} has weights: take dpsgd, or leave "
+            "the weights out"
+        )
 
 
 def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str = "use autocast") -> None:

@@ -112,6 +112,7 @@ class Learner:
         optimizer: the user's optimizer, with the parameters of all learners held here.
         models: one per learner held here.
         step: optimizer steps taken so far, the t of the equations.
+        num_samples: of the loss of each learner held here, if averages count samples; one number for one learner.
         hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
@@ -124,6 +125,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     models: Sequence[nn.Module]
     step: int = 0
+    num_samples: int | Sequence[int] | None = None
     hooks_paused: bool = False
     shares: Tensor | None = None
     share_mean: float = 1.0

@@ -21,6 +21,7 @@ from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
+from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
 from ddpcore.topology.schedule import Rounds, Setting, Varying
@@ -35,6 +36,7 @@ class _Average:
     transfer: Work | Exchange | None  # None if it is complete
     decode: Callable[[Tensor], Tensor] | None = None  # of messages, uint8 [1, Y]
     group: int = 1  # so many learners have sent the same message
+    shares: Tensor | None = None  # [n], of messages
 
     def finish(self) -> None:
         """Wait, and compute the average."""
@@ -45,7 +47,11 @@ class _Average:
         elif self.transfer is not None and self.decode is not None:
             found = self.transfer.rows(self.rows)
             messages = {learner // self.group: found[learner][None] for learner in sorted(found)}  # one of each group
-            self.rows = reduce(torch.add, map(self.decode, messages.values())) / len(messages)  # in one order
+            rows = {number: self.decode(message) for number, message in messages.items()}
+            if self.shares is not None:
+                shares = self.shares.view(-1, self.group).mean(dim=1).tolist()
+                rows = {number: row * shares[number] for number, row in rows.items()}
+            self.rows = reduce(torch.add, rows.values()) / len(rows)  # in one order
         self.transfer = None
 
 
@@ -108,6 +114,10 @@ class LocalSGD(GradientAverages):
             DiLoCo (2606.22768) as its abstract has it; the appendix with its algorithm was not read.
         restart: R: the outer optimizer forgets its state after every R rounds, which widens the range of stable rates
             and momenta (2605.28585, abstract); 0: never.
+        weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
+            the last average, where the loop sets ``handle.num_samples`` in each step; or ``tokens``, samples x samples
+            / steps (Decoupled DiLoCo, 2604.21428). With ``topology`` take :class:`~ddpcore.Weighted` instead. In
+            groups, and before ``switch_step``, gradients are weighted as those of :class:`SSGD`.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
@@ -133,8 +143,9 @@ class LocalSGD(GradientAverages):
         group: int = 1,
         then: Topology | None = None,
         restart: int = 0,
+        weights: Weights = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, weights)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
         check_range("local_sgd: switch_step", switch_step, least=0)
@@ -176,6 +187,8 @@ class LocalSGD(GradientAverages):
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
         self._under_way: dict[int, _Average] = {}  # by part
+        self._counts: list[Tensor] = []  # samples of the learners held here since the last average of each part, [L]
+        self._kept: Tensor | None = None  # the shares of the last average
         self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
@@ -188,6 +201,8 @@ class LocalSGD(GradientAverages):
             options += f", compression={self.compression}, error_decay={self.error_decay}"
         if self.group > 1:
             options += f", group={self.group}"
+        if self.weights is not None:
+            options += f", weights={self.weights!r}"
         if self.then is not None:
             options += f", then={self.then!r}"
         if self.restart:
@@ -225,11 +240,17 @@ class LocalSGD(GradientAverages):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        super().setup(num_learners, dtype)
         if self.topology is not None:
+            if self.weights is not None:
+                raise ValueError("local_sgd: neighbours average by topology: take Weighted(topology, weights) instead")
             check_mixable(self.name, dtype, "averages with neighbours are", "use autocast, or leave topology out")
             self.topology.validate(num_learners)
-        if self.then is not None:
+        if self.then is not None and self.topology is not None:
             self.then.validate(num_learners)
+            kept, more = self.topology.kept_weights(num_learners), self.then.kept_weights(num_learners)
+            if (kept is None) != (more is None) or (kept is not None and bool((kept != more).any())):
+                raise ValueError("local_sgd: topology and then keep different means: give both the same weights")
 
     @override
     def check_run(self, num_steps: int) -> None:
@@ -250,6 +271,8 @@ class LocalSGD(GradientAverages):
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
         self._lay_out(learner)
+        if isinstance(self.weights, str) and learner.step >= self.switch_step:
+            self._counts = [count + own_samples(learner) for count in self._counts]
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
             self._anchor = self._new_anchor(learner, self.outer)
 
@@ -278,6 +301,9 @@ class LocalSGD(GradientAverages):
             else None
             for _, begin, end in self._parts
         ]
+        self._counts = [torch.zeros(len(comm.learners), dtype=torch.float64, device="cpu") for _ in self._parts]
+        if self.weights is not None and not isinstance(self.weights, str):
+            learner.shares = shares_of(self.name, self.weights, learner, None)
 
     def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
         weights_LP = learner.flat.param_LP
@@ -288,14 +314,19 @@ class LocalSGD(GradientAverages):
         _, begin, end = self._parts[index]
         weights_LX, copy_LX = learner.flat.param_LP[:, begin:end], self._copies[index]
         learner.check_sent(weights_LX)
+        shares = shares_of(self.name, self.weights, learner, self._counts[index])
+        if self.weights is not None:
+            self._kept = learner.shares = shares
+            self._counts[index] = torch.zeros_like(self._counts[index])
         if self._feedback is not None:
             assert self._anchor is not None
             message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
             decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
             transfer = learner.comm.exchange(message, BetweenGroups(self.group, Complete()), learner.step - 1)
-            return _Average(message, transfer, decode, self.group)
+            return _Average(message, transfer, decode, self.group, shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._topology is None:
+            scale_(rows_LX, shares, learner)
             return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
         if self.overlap or self.group > 1:
             exchange = exchange_columns(learner.comm, rows_LX, self._topology, self.group, learner.step - 1)
@@ -344,6 +375,8 @@ class LocalSGD(GradientAverages):
         return {
             "anchor": None if self._anchor is None else self._anchor.state_dict(),
             "errors": {} if self._feedback is None else self._feedback.state_dict(),
+            "counts": self._counts,
+            "shares": self._kept,
             "averages": {index: average.rows for index, average in self._under_way.items()},
         }
 
@@ -352,6 +385,9 @@ class LocalSGD(GradientAverages):
         for average in self._under_way.values():
             average.finish()
         self._lay_out(learner)
+        if isinstance(self.weights, str):
+            self._counts = [count.clone() for count in state["counts"]] or self._counts
+            self._kept = learner.shares = state["shares"]
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ddpcore.ops import WeightAverage
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor
-from ddpcore.strategies.base import Plan, Strategy, Traits
+from ddpcore.strategies.base import Plan, Strategy, Traits, check_unweighted
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
 
@@ -91,6 +91,7 @@ class SlowMo(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         if self.base is not None:
             self.base.setup(num_learners, dtype)
+            check_unweighted(self, num_learners)
 
     @override
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -11,7 +12,8 @@ from ddpcore.comm.base import Work
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology.base import Topology
+from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of, weights_of
+from ddpcore.topology.base import Topology, relative
 from ddpcore.topology.wrapped import BetweenGroups
 
 
@@ -20,16 +22,28 @@ class GradientAverages(Strategy):
 
     Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
     DistributedDataParallel.
+
+    Args:
+        group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
+        weights: see :class:`SSGD`.
     """
 
-    def __init__(self, group: int = 1) -> None:
+    def __init__(self, group: int = 1, weights: Weights = None) -> None:
         self.group = typed(f"{self.name}: group", group, int)
         check_range(f"{self.name}: group", group, least=1)
+        if weights is not None:  # else checkpoints of earlier versions have another description of the strategy
+            self.weights = weights_of(self.name, weights)
         self._works: list[Work] = []
+        self._shares: Tensor | None = None  # [n], of this backward pass
 
     def _between(self, topology: Topology) -> Topology:
         """A topology of the groups as one of their learners."""
         return topology if self.group == 1 else BetweenGroups(self.group, topology)
+
+    @override
+    def setup(self, num_learners: int, dtype: torch.dtype) -> None:
+        if self.weights is not None and not isinstance(self.weights, str):
+            relative(self.name, self.weights, num_learners)
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -57,6 +71,9 @@ class GradientAverages(Strategy):
                 "model again, with use_reentrant=False"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
+        if is_first:
+            self._shares = shares_of(self.name, self.weights, learner, own_samples(learner), size)
+        scale_(columns, self._shares, learner)
         self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
 
     bucket_ready.only_averages = True  # type: ignore[attr-defined]
@@ -72,12 +89,20 @@ class SSGD(GradientAverages):
     r"""Synchronous SGD: every learner steps along the mean of all gradients, so all hold the same weights.
 
     ``w_a(t+1) = w_a(t) - a/n sum_k g_k(w_a(t))`` (Goyal et al. 2017, equation 2).
+
+    Args:
+        weights: p, how much each learner counts: the mean is ``sum_k p_k g_k / sum_k p_k``. Numbers, or ``samples``:
+            the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
+            ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
+
+    Raises:
+        ValueError: a weight is negative, all are 0, or there is not one for each learner.
     """
 
     name: ClassVar[str] = "ssgd"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, weights: Weights = None) -> None:
+        super().__init__(weights=weights)
 
     @property
     @override
@@ -85,4 +110,4 @@ class SSGD(GradientAverages):
         return Traits(averages_gradients=True, stays_identical=True)
 
     def __repr__(self) -> str:
-        return "SSGD()"
+        return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,10 @@ class Topology(ABC):
         """
         return None
 
+    def kept_weights(self, num_learners: int) -> spectrum.Vector | None:
+        """How much each learner counts in the mean that averages keep, float64 [n] with mean 1; None: all alike."""
+        return None
+
     def expected_square(self, num_learners: int) -> Matrix:
         """E[W^T W] of a random topology in closed form, float64 [n, n]."""
         raise NotImplementedError(f"{type(self).__name__} has no closed form of E[W^T W]")
@@ -73,6 +79,7 @@ class Topology(ABC):
           rate of push-sum.
         - Random: 1 - lambda_2(E[W^T W]). A step multiplies the expected *squared* distance by 1 - gap (Boyd et al.
           2006, "Randomized gossip algorithms").
+        - With weights of learners: the same with weighted distances; E is the mean of the first 256 steps.
 
         Computed by a Fourier transform if there are `translations`, else with dense matrices up to 512 learners and by
         Lanczos iteration (of scipy) above. RuntimeError if that does not converge, because the gap is too small.
@@ -80,7 +87,12 @@ class Topology(ABC):
         check(0, 0, num_learners)
         if num_learners == 1:
             return 1.0
-        period = self.period(num_learners)
+        period, kept = self.period(num_learners), self.kept_weights(num_learners)
+        if kept is not None:
+            matrices = [
+                self.matrix(step, num_learners) for step in range(8 * RANDOM_STEPS if period is None else period)
+            ]
+            return spectrum.weighted_gap(matrices, kept, is_random=period is None)
         if period is None:
             deviation = self.expected_square(num_learners) - 1 / num_learners
             return min(1.0, 1.0 - float(np.linalg.eigvalsh(deviation)[-1]))
@@ -97,7 +109,8 @@ class Topology(ABC):
         """Check all rounds of a period (of a random topology, of the first 32 steps).
 
         Weights are non-negative, rows and columns of W sum to one, j reads from i exactly if i sends to j, and the
-        union of the edges leads from every learner to every other. ValueError otherwise.
+        union of the edges leads from every learner to every other. ValueError otherwise. With weights of learners p,
+        columns hold ``sum_j p_j W[j, k] = p_k`` instead.
 
         Args:
             num_learners: n.
@@ -105,15 +118,37 @@ class Topology(ABC):
                 learners; push-sum divides by these weights.
         """
         check(0, 0, num_learners)
-        period = self.period(num_learners)
+        period, kept = self.period(num_learners), self.kept_weights(num_learners)
         name, matrices = type(self).__name__, []
         for step in range(RANDOM_STEPS if period is None else period):
             rounds = self.rounds(step, num_learners)
             of_step.check_exchange(name, step, rounds)
             mixing = of_step.mixing_matrix(rounds)
-            of_step.check_weights(name, mixing, push_sum=push_sum)
+            of_step.check_weights(name, mixing, push_sum=push_sum, kept=kept)
             matrices.append(mixing)
         of_step.check_connected(name, matrices)
+
+
+def checked_weights(name: str, given: object, *, zeros: bool = False) -> tuple[float, ...]:
+    """Weights of learners as numbers. ValueError: one is not above 0; with ``zeros``, one is below 0, or all are 0."""
+    try:
+        weights = tuple(map(float, given))  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: weights are {given!r}: give a number for each learner") from None
+    if not all(0 < weight < math.inf or (zeros and weight == 0) for weight in weights) or not any(weights):
+        what = "at least one must be above 0, and none below" if zeros else "each must be above 0"
+        raise ValueError(f"{name}: weights are {list(weights)}: {what}")
+    return weights
+
+
+def relative(name: str, weights: Sequence[float], num_learners: int) -> spectrum.Vector | None:
+    """The weights of n learners divided by their mean, float64 [n]; None if all are equal.
+
+    ValueError: there are not n.
+    """
+    if len(weights) != num_learners:
+        raise ValueError(f"{name}: there are {len(weights)} weights and {num_learners} learners: give one to each")
+    return np.array(weights) / (math.fsum(weights) / num_learners) if len(set(weights)) > 1 else None
 
 
 def check(step: int, rank: int, num_learners: int) -> None:

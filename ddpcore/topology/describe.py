@@ -28,7 +28,8 @@ class Description:
         messages_per_step: messages of all learners, each of the size of the model: n * degree_mean.
         models_sent_per_step: bytes that a learner sends at a step, on average, divided by the bytes of the model. A
             bandwidth-optimal all-reduce sends 2 (n - 1) / n.
-        doubly_stochastic: rows and columns of W sum to one; otherwise only columns do, and only push-sum averages.
+        doubly_stochastic: rows and columns of W sum to one; otherwise only columns do, and only push-sum averages, or
+            averages keep a weighted mean of the learners.
         spectral_gap: see `Topology.spectral_gap`.
         epsilon: the factor of `mixing_time`.
         mixing_time: steps, in whole periods, until the distance from the mean is at most epsilon times the initial one,

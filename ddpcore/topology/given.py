@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ddpcore.topology.base import check
+from ddpcore.topology.base import check, checked_weights, relative
 from ddpcore.topology.regular import Static
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.spectrum import Vector
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,37 @@ class FromMatrix(Given):
 
     ValueError unless it is square, finite, non-negative, doubly stochastic (within 1e-6) and connected. A connected
     matrix need not average: two learners may only swap their weights; see `spectral_gap`.
+
+    With `weights` p, a number above 0 for each learner, rows of W sum to one and p W = p: averages keep the weighted
+    mean of the learners, as those of `Weighted` do.
     """
 
-    def __init__(self, matrix: Any) -> None:
+    weights: tuple[float, ...] | None = None
+
+    def __init__(self, matrix: Any, weights: Sequence[float] | None = None) -> None:
         mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
             raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
         rows, columns, values = _entries(mixing)
         if not np.isfinite(values).all():
             raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
-        weights: list[dict[int, float]] = [{} for _ in range(mixing.shape[0])]
-        readers: list[list[int]] = [[] for _ in weights]
+        found: list[dict[int, float]] = [{} for _ in range(mixing.shape[0])]
+        readers: list[list[int]] = [[] for _ in found]
         for reader, source, weight in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
-            weights[reader][source] = weight
+            found[reader][source] = weight
             if reader != source:
                 readers[source].append(reader)
         rounds = [
             Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
-            for rank, given in enumerate(weights)
+            for rank, given in enumerate(found)
         ]
         object.__setattr__(self, "_rounds", tuple(rounds))
+        object.__setattr__(self, "weights", None if weights is None else checked_weights("FromMatrix", weights))
         self.validate(len(rounds))
+
+    def kept_weights(self, num_learners: int) -> Vector | None:
+        """The given weights."""
+        return None if self.weights is None else relative("FromMatrix", self.weights, num_learners)
 
 
 @dataclass(frozen=True, init=False)

@@ -66,9 +66,14 @@ class MixingMatrix:
     def __matmul__(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._added(self.rows, self.values * vector[self.columns])
 
-    def sums(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The sums of the rows and of the columns."""
-        return self._added(self.rows, self.values), self._added(self.columns, self.values)
+    def sums(
+        self, weights: npt.NDArray[np.float64] | None = None
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The sums of the rows and of the columns; with weights p, the sums ``sum_j p_j W[j, k] / p_k``."""
+        if weights is None:
+            return self._added(self.rows, self.values), self._added(self.columns, self.values)
+        of_columns = self._added(self.columns, self.values * weights[self.rows]) / weights
+        return self._added(self.rows, self.values), of_columns
 
     def positive_edges(self, rank: int) -> npt.NDArray[np.int64]:
         """The columns of the entries above 0 in a row."""
@@ -129,18 +134,27 @@ def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
             raise ValueError(f"{name}: {text} at step {step}, make them agree")
 
 
-def check_weights(name: str, mixing: MixingMatrix, *, push_sum: bool) -> None:
-    """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows sum to one."""
+def check_weights(
+    name: str, mixing: MixingMatrix, *, push_sum: bool, kept: npt.NDArray[np.float64] | None = None
+) -> None:
+    """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows sum to one.
+
+    With ``kept``, the weights of learners, columns sum to one as in :meth:`MixingMatrix.sums`.
+    """
+    if push_sum and kept is not None:
+        raise ValueError(f"{name} has weights of learners and push-sum has its own: take a topology without weights")
     if not (mixing.values >= 0).all():  # NaN fails too
         raise ValueError(f"{name} has a negative or NaN weight: each weight must be at least 0")
-    of_rows, of_columns = mixing.sums()
+    of_rows, of_columns = mixing.sums(kept)
     columns_hold = bool((abs(of_columns - 1) <= TOLERANCE).all())
     lines = (("column", of_columns),) if push_sum else (("row", of_rows), ("column", of_columns))
     for line, found in lines:
         worst = int(abs(found - 1).argmax())
         if abs(found[worst] - 1) > TOLERANCE:
             text = f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1"
-            raise ValueError(text + (", or use push-sum: the columns do" if line == "row" and columns_hold else ""))
+            raise ValueError(
+                text + (", or use push-sum: the columns do" if line == "row" and columns_hold and kept is None else "")
+            )
 
 
 def check_connected(name: str, matrices: Sequence[MixingMatrix]) -> None:

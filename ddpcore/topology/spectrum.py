@@ -8,6 +8,7 @@ eigenvalue: the eigenvectors of all eigenvalues but 1 sum to zero, because (1, .
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,22 @@ def contraction(matrices: Sequence[MixingMatrix]) -> float:
         product = mixing.dense() @ product
     deviation = product - 1 / len(product)
     return float(np.linalg.norm(deviation, 2) if balanced else abs(np.linalg.eigvals(deviation)).max())
+
+
+def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool) -> float:
+    """The gap of averages that keep a weighted mean, with distances that are weighted as the mean.
+
+    With p the weights and r = p^(1/2), S = diag(r) W diag(r)^(-1) is symmetric if W is self-adjoint for p, and
+    D = S - r r^T. ``is_random``: the mean of S^T S over these matrices stands for the expected one.
+    """
+    root = np.sqrt(weights / weights.sum())
+    scaled = [root[:, None] * mixing / root for mixing in matrices]
+    if is_random:
+        square = sum(one.T @ one for one in scaled) / len(scaled)
+        return min(1.0, 1.0 - float(np.linalg.eigvalsh(square - np.outer(root, root))[-1]))
+    product = reduce(np.matmul, reversed(scaled))
+    shrunk = float(np.linalg.norm(product - np.outer(root, root), 2))
+    return max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
 
 
 def smallest_eigenvalue(mixing: MixingMatrix) -> float:

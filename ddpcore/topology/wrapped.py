@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from typing_extensions import override
 
 from ddpcore.options.typed import check_range
-from ddpcore.topology.base import Topology, check
+from ddpcore.topology.base import Matrix, Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring, Static
 from ddpcore.topology.rounds import Round, uniform
 from ddpcore.topology.schedule import Milestones
+from ddpcore.topology.spectrum import Vector
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,65 @@ class _Wrapped(Topology):
     @override
     def translations(self, num_learners: int) -> tuple[int, ...] | None:
         return self.topology.translations(num_learners)
+
+    @override
+    def kept_weights(self, num_learners: int) -> Vector | None:
+        return self.topology.kept_weights(num_learners)
+
+    @override
+    def check_run(self, num_steps: int) -> None:
+        self.topology.check_run(num_steps)
+
+
+@dataclass(frozen=True)
+class Weighted(_Wrapped):
+    """Averages that keep the weighted mean ``sum_j p_j w_j / sum_j p_j``, with Metropolis-Hastings weights.
+
+        W[j, k] = min(V[j, k], V[k, j] p_k / p_j)    for j != k, and the rest of the row for j itself
+
+    V is the matrix of another topology. Then ``p_j W[j, k] = p_k W[k, j]``: W is self-adjoint for p, rows sum to one,
+    and the minimum that learners find together is the minimum of the loss ``sum_j p_j f_j`` (2511.19513 compares this
+    with weighted losses). If p is the number of samples of a learner's batch, the loss is the mean over all samples.
+    An edge in one direction only is left out.
+
+    Args:
+        topology: V.
+        weights: p, a number above 0 for each learner. If all are equal, W is V.
+
+    Raises:
+        ValueError: a weight is not above 0; with n learners: there are not n weights.
+    """
+
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", checked_weights("Weighted", self.weights))
+
+    @override
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        whole = self.topology.round(step, rank, num_learners)
+        if self.kept_weights(num_learners) is None:
+            return whole
+        kept = {}
+        for source, weight in zip(whole.sources, whole.weights, strict=True):
+            theirs = self.topology.round(step, source, num_learners)
+            if rank in theirs.sources:
+                back = theirs.weights[theirs.sources.index(rank)] * (self.weights[source] / self.weights[rank])
+                kept[source] = min(weight, back)
+        lost = [weight - kept.get(source, 0.0) for source, weight in zip(whole.sources, whole.weights, strict=True)]
+        return Round(whole.self_weight + math.fsum(lost), tuple(kept), tuple(kept.values()), tuple(kept))
+
+    @override
+    def translations(self, num_learners: int) -> None:
+        return None  # learners differ
+
+    @override
+    def expected_square(self, num_learners: int) -> Matrix:
+        return self.topology.expected_square(num_learners)  # asked for equal weights only
+
+    @override
+    def kept_weights(self, num_learners: int) -> Vector | None:
+        return relative("Weighted", self.weights, num_learners)
 
 
 @dataclass(frozen=True)
@@ -104,6 +165,8 @@ class Scheduled(Topology):
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
         for _, topology in self.stages.stages:
             topology.validate(num_learners, push_sum=push_sum)
+            if topology.kept_weights(num_learners) is not None:
+                raise ValueError("Scheduled: a stage has weights of learners: take Weighted(Scheduled(...), weights)")
 
     @override
     def spectral_gap(self, num_learners: int) -> float:
@@ -167,6 +230,11 @@ class BetweenGroups(Topology):
     @override
     def period(self, num_learners: int) -> int | None:
         return self.between.period(self.num_groups(num_learners))
+
+    @override
+    def kept_weights(self, num_learners: int) -> Vector | None:
+        kept = self.between.kept_weights(self.num_groups(num_learners))
+        return None if kept is None else kept.repeat(self.size)
 
     @override
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:

@@ -201,6 +201,7 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
         data.drop_last,
         parts,
         data.batch_growth,
+        data.learners_batch,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import SAMPLERS, SHARDS, Dataset
+from ddpcore.data.shards import check_sizes
 from ddpcore.options.command_line import described
 from ddpcore.options.fields import check_value
 from ddpcore.options.keys import dotted
@@ -18,6 +19,7 @@ from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_grou
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
 from ddpcore.topology.registry import TOPOLOGIES
+from ddpcore.topology.wrapped import Weighted
 from ddpcore.training.sections import (
     CLASSES,
     DataConfig,
@@ -86,19 +88,33 @@ class TrainConfig:
                 raise ValueError(f"data.batch_growth has the batch size {size}: it must be {multiple}")
             if self.run.steps is not None and step >= self.run.steps:
                 raise ValueError(f"data.batch_growth has the step {step}: the run ends after {self.run.steps} steps")
+        if data.learners_batch:
+            check_sizes("data.learners_batch", data.learners_batch, data.batch_size, learners)
+        sizes = "data.learners_batch" if data.learners_batch else "data.balance" if data.balance else ""
+        uneven = data.sampler != SAMPLERS[0] or data.shards != SHARDS[0] or not data.drop_last or data.accumulation > 1
+        if sizes and (uneven or data.batch_growth):
+            raise ValueError(
+                f"{sizes} is set: it needs sampler {SAMPLERS[0]!r}, drop_last, {SHARDS[0]!r} shards and one backward "
+                "pass a step, without batch_growth"
+            )
         may_die = self.strategy.on_failure != ON_FAILURE[0] and self.strategy.on_failure
         for name, value, why in (
             ("model.compile", self.model.compile, "a compiled model has one batch size"),
             ("run.statistics_every", self.run.statistics_every, "a noise scale averages steps of one batch size"),
             ("strategy.on_failure", may_die, "ranks that die and join share batches of one size"),
         ):
-            if data.batch_growth and value:
-                raise ValueError(f"data.batch_growth is set and {name} is {value!r}: {why}, leave one out")
+            if (data.batch_growth or sizes) and value:
+                first = sizes or "data.batch_growth"
+                raise ValueError(f"{first} is set and {name} is {value!r}: {why}, leave one out")
 
     def _check_strategy(self) -> None:
         """Build the strategy, which checks the values of its options, and check what does not go together with it."""
         config, strategy = self.strategy, self.checked_strategy
         self._check_traits(strategy)
+        of_speed = self._has_weights or self.data.balance
+        if of_speed and "weights" not in STRATEGIES.options(config.name) and strategy.topology is None:
+            key = "learners_batch" if self.data.learners_batch else "balance"
+            raise ValueError(f"data.{key} is set: {strategy.name} averages all learners alike, take ssgd or dpsgd")
         if config.on_failure != ON_FAILURE[0]:
             self._check_shrink(strategy)
         if isinstance(strategy, Baseline):
@@ -110,6 +126,11 @@ class TrainConfig:
             return
         check_on_nonfinite(config.on_nonfinite, strategy)
         check_group(strategy, config.learners)
+
+    @property
+    def _has_weights(self) -> bool:
+        """Whether learners have batches of different size, so that averages weight them."""
+        return len(set(self.data.learners_batch)) > 1
 
     def _check_traits(self, strategy: Strategy | Baseline) -> None:
         """Check what the strategy says of itself against the number of learners and the measurements."""
@@ -140,7 +161,7 @@ class TrainConfig:
             raise ValueError(f"{needed}samples are dealt again with sampler {SAMPLERS[0]!r} and drop_last: take these")
         if data.shards != SHARDS[0]:
             raise ValueError(f"{needed}it deals samples again, and shards is {data.shards!r}: take {SHARDS[0]!r}")
-        check_deaths(strategy)
+        check_deaths(strategy, self.strategy.learners)
 
     @cached_property
     def checked_strategy(self) -> Strategy | Baseline:
@@ -157,11 +178,14 @@ class TrainConfig:
         options = dict(self.strategy.options)
         if "seed" in STRATEGIES.options(self.strategy.name):
             options.setdefault("seed", self.run.seed)
+        if self._has_weights and "weights" in STRATEGIES.options(self.strategy.name):
+            options.setdefault("weights", self.data.learners_batch)
         return STRATEGIES.build(self.strategy.name, topology=self.make_topology(), **options)
 
     def make_topology(self) -> Topology:
         """A new topology. Raises ValueError if an option is wrong."""
-        return TOPOLOGIES.build(self.strategy.topology, seed=self.run.seed, **self.strategy.topology_options)
+        found = TOPOLOGIES.build(self.strategy.topology, seed=self.run.seed, **self.strategy.topology_options)
+        return Weighted(found, self.data.learners_batch) if self._has_weights else found
 
     def __getstate__(self) -> dict[str, Any]:
         """The sections, without the strategy that was built from them."""
@@ -198,9 +222,10 @@ class TrainConfig:
         """
         mine, known, defaults = dotted(self.to_dict()), nested(other), _defaults()
         theirs = dotted({name: {**defaults[name], **known.get(name, {})} for name in SECTIONS})
+        measured = {"data.learners_batch"} if self.data.balance and theirs["data.balance"] else set()
         return [
             f"{name} is {mine.get(name)!r}, not {theirs.get(name)!r}"
-            for name in sorted({*mine, *theirs} - set(BOOKKEEPING))
+            for name in sorted({*mine, *theirs} - set(BOOKKEEPING) - measured)
             if mine.get(name) != theirs.get(name)
         ]
 

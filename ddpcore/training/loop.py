@@ -34,9 +34,10 @@ class StepRecorder:
     if it grows in the run; ``seconds`` since the last step ended (without evaluations, checkpoints and checks of
     the loss); ``exposed``, the seconds in which the rank averaged or waited for others and did nothing else;
     ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
-    yet needed, so that at most this much communication was hidden; and ``waits``, the seconds that it waited for
-    each other rank (only over shared memory). With ``ddp``, PyTorch averages, so ``exposed``, ``compute`` and
-    ``overlapped`` are None. On a GPU each step waits for the device, so that the times are the work's, not its start's.
+    yet needed, so that at most this much communication was hidden; ``forward`` and ``backward``, the seconds of own
+    work in these passes; and ``waits``, the seconds that it waited for each other rank (only over shared memory). With
+    ``ddp``, ``exposed`` is the wait at the end of the backward pass, and ``overlapped`` is None. On a GPU each step
+    waits for the device, so that the times are the work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
@@ -50,7 +51,6 @@ class StepRecorder:
                     _keep(other, trainer.num_steps)
         self._file = JsonLines(path)
         self._trainer = trainer
-        self._spans = trainer.handle.spans
         self._lines: list[tuple[dict[str, Any], Tensor]] = []
         self.resume()
 
@@ -60,23 +60,25 @@ class StepRecorder:
     def __exit__(self, *error: object) -> None:
         self.flush()
         self._file.close()
-        if self._spans is not None:
-            self._spans.stop()
 
     def resume(self) -> None:
         """Begin to measure a step: at the start, and after a pause for an evaluation, a checkpoint or a check."""
-        if self._spans is not None:
-            self._spans.start()
-        self._waited = dict(self._trainer.handle.comm.waited)
+        self._waited, self._before = dict(self._trainer.handle.comm.waited), self._counts()
         self._began = time.perf_counter()
+
+    def _counts(self) -> tuple[float, ...]:
+        """Seconds so far: exposed, forward, backward, overlapped."""
+        spans, phases = self._trainer.handle.spans, self._trainer.handle.phases
+        return phases.waited, phases.forward, phases.backward, 0.0 if spans is None else spans.overlapped
 
     def add(self, losses_L: Tensor) -> None:
         """Note the step that has just ended. Losses stay on the device until :meth:`flush`."""
         if losses_L.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
-        exposed = None if self._spans is None else self._spans.seconds
         handle, batches = self._trainer.handle, self._trainer.batches
+        counts = [new - old for new, old in zip(self._counts(), self._before, strict=True)]
+        exposed = None if handle.spans is None and handle.comm.num_learners == 1 else counts[0]
         is_alone = 1 < len(handle.comm.learners) == handle.comm.num_learners
         line = {
             "step": self._trainer.num_steps,
@@ -85,7 +87,9 @@ class StepRecorder:
             "seconds": seconds,
             "compute": None if exposed is None else max(0.0, seconds - exposed),
             "exposed": exposed,
-            "overlapped": None if self._spans is None else self._spans.overlapped,
+            "forward": counts[1],
+            "backward": counts[2],
+            "overlapped": None if handle.spans is None else counts[3],
             "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in handle.comm.waited.items()},
             "consensus_distance": handle.consensus_distance() if is_alone else None,
         }

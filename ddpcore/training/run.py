@@ -23,6 +23,7 @@ from ddpcore.storage.json_lines import read_lines
 from ddpcore.storage.limits import shown
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
+from ddpcore.training.balance import balanced
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
@@ -87,7 +88,7 @@ def train(
     with StopSignal() as stop_signal, placement.time_limit():
         dataset = build_dataset(placement) if dataset is None else dataset
         check_samples(config, dataset)
-        trainer = build_trainer(placement, dataset)
+        trainer = build_trainer(placement := balanced(placement, dataset, out if resume else None), dataset)
         measured = Measurements(config.run, trainer)
         _announce(estimate(config, trainer) if announce and placement.world.rank == 0 else "")
         with locked(out) if placement.world.rank == 0 else nullcontext():

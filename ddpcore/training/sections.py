@@ -194,6 +194,14 @@ class DataConfig(Section):
         "(``none``), 1/2 (``sqrt``) or 1 (``linear``)",
         choices=tuple(GROWTH_POWERS),
     )
+    learners_batch: tuple[int, ...] = field(
+        (),
+        "samples of each learner in a step, together ``batch_size``, for learners of different speed; averages are "
+        "then weighted by them",
+    )
+    balance: bool = field(
+        False, "measure the speed of each rank at the start, and set ``learners_batch`` in proportion to it"
+    )
     accumulation: int = field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
 
     def __post_init__(self) -> None:

@@ -215,6 +215,8 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = self.parts()
         num = sum(part.shape[1] for part in parts)
+        sizes = self.batches.sizes
+        self.handle.num_samples = [sizes[one] if sizes else num for one in self.learners]
         losses = []
         for part in parts:
             with self.handle.no_sync() if part is not parts[-1] else nullcontext():
@@ -226,10 +228,11 @@ class Trainer:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(dim=0)
 
     def indices(self) -> Tensor:
-        """The training samples of the next step, int64 ``[L, B]``."""
+        """The training samples of the next step, int64 ``[L, B]``; rows of smaller batches end with -1."""
         deals = self.handle.deals
         if not deals:
-            return self.batches.indices(self.num_steps)[self.learners]
+            rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
+            return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
         shared = ResharedBatches(self.batches, deals)
         return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
 
@@ -241,20 +244,33 @@ class Trainer:
         """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
         return self._losses(model, *self._batch(indices_LB))
 
+    def _losses_of_each(self, indices_LB: Tensor) -> Tensor:
+        """The same where learners have batches of different size, which no tensor holds: each model is called alone."""
+        epoch, found = self.batches.epoch(self.num_steps), []
+        for model, row in zip(self.handle.models, indices_LB, strict=True):
+            inputs, labels = self.dataset.train.batch(row[row >= 0], epoch)
+            found.append(self._losses(model, inputs, labels))
+        return torch.cat(found)
+
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
         deals = self.handle.deals
         epoch = (ResharedBatches(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
         return self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
 
     def _losses(self, model: Callable[..., Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        stacked = self.stacked and model not in self.handle.models
         with torch.autocast(inputs.device.type, self.autocast) if self.autocast else nullcontext():
             logits = model(inputs)
-        return learner_losses(logits.float(), labels, self.label_smoothing, stacked=self.stacked)
+        return learner_losses(logits.float(), labels, self.label_smoothing, stacked=stacked)
 
     def _backward(self, indices_LB: Tensor, share: float) -> Tensor:
         """Forward and backward pass of a part of the batch; return ``share`` times the losses ``[L]``."""
         found = []
         try:
+            if self.stacked and self.batches.sizes:
+                losses = self._losses_of_each(indices_LB)
+                losses.sum().backward()
+                return losses.detach()
             for inputs, labels in self.handle.split(*self._batch(indices_LB), at_once=self.at_once):
                 losses = self._losses(self.model, inputs, labels)
                 if share != 1:
@@ -352,7 +368,7 @@ class Trainer:
     def _last_inputs(self, num_batches: int) -> Iterator[Tensor]:
         for step in range(max(0, self.num_steps - num_batches), self.num_steps):
             indices = self.batches.indices(step)[self.learners].flatten()
-            yield self.dataset.train.batch(indices, self.batches.epoch(step))[0]
+            yield self.dataset.train.batch(indices[indices >= 0], self.batches.epoch(step))[0]
 
 
 @torch.no_grad()

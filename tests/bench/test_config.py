@@ -210,3 +210,14 @@ def test_the_transport() -> None:
         resolve(BenchConfig(settings=("strategy.transport=ipc",)), world_size=4, num_gpus=0)
     with pytest.raises(ValueError, match=r"strategy\.transport is 'tcp': choose from auto, shm, ipc, pg, mixed"):
         BenchConfig(settings=("strategy.transport=tcp",))
+
+
+def test_batches_by_speed_are_checked_before_ranks_start() -> None:
+    """For each strategy with so many learners; one learner alone has the whole batch."""
+    fields = {"settings": ("data.batch_size=32", "data.balance=true"), "backend": "gloo"}
+    assert resolve(BenchConfig(strategies=("ssgd", "dpsgd", "single"), **fields), world_size=2, num_gpus=0)
+    with pytest.raises(ValueError, match="ddp averages all learners alike"):
+        resolve(BenchConfig(strategies=("ddp", "dpsgd"), **fields), world_size=2, num_gpus=0)
+    sizes = {**fields, "settings": ("data.batch_size=32", "data.learners_batch=[20,11]")}
+    with pytest.raises(ValueError, match="together the batch size 32"):
+        resolve(BenchConfig(strategies=("dpsgd",), **sizes), world_size=2, num_gpus=0)

@@ -25,13 +25,20 @@ from ddpcore.testing.learners import Result, Scenario, SmallRun, fused_sgd, torc
 LARGEST = 6
 TOPOLOGIES = (
     "complete", "ring", "random_pair", "one_peer_exponential", "from_matrix", "star", "static_exponential", "matching",
-    "from_graph", "torus_2d", "hypercube", "hierarchical",
+    "from_graph", "torus_2d", "hypercube", "hierarchical", "weighted",
 )  # fmt: skip
 AVERAGES = ("all_gather", "all_reduce")  # how gloo carries them: small ones are gathered, large ones reduced
 
 
 MAKERS: dict[str, Any] = {
     "ssgd": lambda topology: ddpcore.SSGD(),
+    "ssgd_samples": lambda topology: ddpcore.SSGD(weights="samples"),
+    "local_sgd_tokens": lambda topology: ddpcore.LocalSGD(period=3, switch_step=1, fragments=2, weights="tokens"),
+    "outer_samples": lambda topology: ddpcore.LocalSGD(period=2, outer=outer, overlap=1, weights="samples"),
+    "outer_int4_samples": lambda topology: ddpcore.LocalSGD(
+        period=2, outer=outer, compression=Int4(), weights="samples"
+    ),
+    "grouped_samples": lambda topology: ddpcore.LocalSGD(period=4, group=2, weights="samples"),
     "noisy_ssgd": lambda topology: ddpcore.NoisySSGD(0.05, seed=3),
     "noisy_ssgd_apart": lambda topology: ddpcore.NoisySSGD(0.05, seed=3, where="per_learner"),
     "local_sgd": lambda topology: ddpcore.LocalSGD(period=4),
@@ -84,9 +91,10 @@ MAKERS |= {
 ALL_REDUCING = ("ssgd", "local_sgd", "grouped")  # run with gathered and with reduced averages
 UNBALANCED = "digraph"  # for push_sum alone
 UNEVEN = {
-    "exact_diffusion": ("ring", "star"), "d2": ("ring", "complete"), "tracking": ("ring", "random_pair", "from_matrix"),
+    "exact_diffusion": ("ring", "star"), "d2": ("ring", "complete"),
+    "tracking": ("ring", "random_pair", "from_matrix", "weighted"),
     "dpsgd_consensus": ("ring", "random_pair"), "streaming_gossip": ("ring", "random_pair"),
-    "noloco": ("ring", "random_pair", "one_peer_exponential"), "gasloc": ("ring", "random_pair"),
+    "noloco": ("ring", "random_pair", "one_peer_exponential"), "gasloc": ("ring", "random_pair", "weighted"),
     "grouped_dpsgd": ("ring", "random_pair"), "grouped_atc": ("random_pair",), "grouped_gasloc": ("random_pair",),
     "grouped_two_mixes": ("random_pair",), "two_mixes": ("random_pair",),
 }  # fmt: skip
@@ -111,7 +119,7 @@ def _topologies(strategy: str) -> tuple[str, ...]:
         if strategy in UNEVEN:
             return UNEVEN[strategy]
         if strategy == "push_sum":
-            return *TOPOLOGIES, UNBALANCED
+            return *TOPOLOGIES[:-1], UNBALANCED  # it has weights of its own
         if strategy == "dpsgd_awc_topk":
             return FIXED
         if strategy in CODED and strategy != "dpsgd_awc_bf16":  # which has seen all kinds
@@ -216,6 +224,7 @@ def topology_of(case: Case) -> Any:
         "torus_2d": ddpcore.Torus2D,
         "hypercube": ddpcore.Hypercube,
         "digraph": lambda: ddpcore.FromGraph(nx.DiGraph([(0, 2), *((k, (k + 1) % n) for k in range(n))])),
+        "weighted": lambda: ddpcore.Weighted(ddpcore.Ring(), range(1, n + 1)),
         "hierarchical": lambda: ddpcore.Hierarchical(2, ddpcore.OnePeerExponential()),
     }.get(case.topology, lambda: None)()
 

@@ -71,7 +71,8 @@ def recorded_steps() -> dict[int, list[dict[str, Any]]]:
     return {
         rank: [
             {"step": step, "learners": [rank], "loss": [1.0 / step + rank], "seconds": 0.03,
-             "compute": 0.01 + 0.02 * rank, "overlapped": 0.005, "exposed": 0.02 - 0.02 * rank,
+             "compute": 0.01 + 0.02 * rank, "overlapped": 0.005,
+             "forward": 0.004, "backward": 0.005 + 0.02 * rank, "exposed": 0.02 - 0.02 * rank,
              "waits": {str(1 - rank): 0.02 - 0.02 * rank}}
             for step in range(1, 7)
         ]

@@ -16,7 +16,7 @@ from ddpcore.records.config import BOOKKEEPING
 from ddpcore.report.baseline import Measure, baseline_section, verdict
 from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.sources import Bench, Sources, read_sources
-from ddpcore.report.timeline import timeline_sections, what_if
+from ddpcore.report.timeline import timeline_sections
 
 Make = Any  # of conftest.py
 
@@ -55,13 +55,6 @@ def test_a_thinned_heat_map_keeps_the_largest_value() -> None:
     assert thinned_chart(short) is short
 
 
-def test_what_if() -> None:
-    """Rank 1 is the slowest. At the second step rank 0 takes longer, so nothing is saved there."""
-    compute = {0: [1.0, 5.0], 1: [4.0, 4.0], 2: [2.0, 1.0]}
-    assert what_if(compute, {0: [4, 5], 1: [4, 5], 2: [4, 5.5]}) == (1, 2.0, 9.5)
-    assert what_if({0: [1.0], 1: [1.0]}, {0: [1], 1: [1]})[1] == 0
-
-
 def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     recorded_steps[0].append({"step": 7, "compute": 1.0, "seconds": 1.0})  # rank 1 has not come so far
     (run,) = read_sources([make_run(steps=recorded_steps)]).runs
@@ -71,7 +64,15 @@ def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
     heat = next(chart for chart in section.charts if chart.title.startswith("Compute"))
     assert [list(series.y) for series in heat.series] == [[10] * 6, [30] * 6] and heat.series[0].x == [1, 2, 3, 4, 5, 6]
-    assert "Slowest rank: 1" in section.lines[0] and "0.06 s" in section.lines[1]
+    assert section.lines == [
+        "Rank 1 is slow in the backward pass: 20 ms a step more than the median rank; the others wait 20 of 30 ms."
+    ]
+    old = {
+        rank: [{k: v for k, v in line.items() if k != "forward"} for line in lines]
+        for rank, lines in recorded_steps.items()
+    }
+    (run,) = read_sources([make_run("old", steps=old)]).runs  # recorded before passes were
+    assert timeline_sections(run, "a run")[0].lines == []
 
 
 def test_verdicts_against_a_baseline() -> None:

@@ -68,7 +68,7 @@ def test_a_run(make_run: Make, recorded_steps: Any) -> None:
     page = page_of(read_sources([folder]))
     reader = Reader(page)
     for words in ("Result", "dpsgd", "a CPU, 2 cores", "0.2.0 (abc)", "Gradient noise scale", "Consensus distance",
-                  "spectral gap 0.5", "Who waits for whom: run", "Slowest rank: 1"):  # fmt: skip
+                  "spectral gap 0.5", "Who waits for whom: run", "Rank 1 is slow in the backward pass"):  # fmt: skip
         assert words in reader.text, words
     titles = [attrs["aria-label"] for tag, attrs in reader.tags if attrs.get("class") == "chart"]
     assert len(titles) == len(figures(page)) == len(set(titles))

@@ -58,7 +58,7 @@ def test_groups_differ() -> None:
     alike = [case for case in alike if (case.optimizer, case.model) == ("fused", "mlp")]
     ends = {case.strategy: virtual(case).weights for case in alike}
     names = [name for name in ends if name.startswith("grouped")]
-    assert len(names) == 3
+    assert len(names) == 4
     for name in names:
         assert not any(torch.equal(ends[name], other) for strategy, other in ends.items() if strategy != name), name
 
