@@ -254,7 +254,8 @@ class LoopWatch:
         views = self._flat.grad_views
         if not self._outside:
             return [*views]
-        found = (ref and ref() for ref in map(self._outside.get, self._flat.index))
+        refs = map(self._outside.get, self._flat.index)
+        found = (None if ref is None else ref() for ref in refs)
         return [view if one is None else one for view, one in zip(views, found, strict=True)]
 
     def _check_averaged(self) -> None:

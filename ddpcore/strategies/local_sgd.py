@@ -17,7 +17,7 @@ from ddpcore.comm.columns import exchange_columns
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
-from ddpcore.strategies.compression import CodecLike, ErrorFeedback, codec_of
+from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import GradientAverages
@@ -55,8 +55,13 @@ class _Average:
         self.transfer = None
 
 
-def _check_rounds(topology: object, then: object, outer: object, restart: int) -> None:
-    """Check what a round does after its first average."""
+def _check_rounds(topology: object, then: object, outer: object, restart: int, codec: Codec | None) -> None:
+    """Check what a round sends, and what it does after its first average."""
+    if codec is not None and (outer is None or topology is not None):
+        raise ValueError(
+            f"local_sgd: compression is {codec.name}: it sends changes of an anchor that all learners share: "
+            "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
+        )
     check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
     check_topology("local_sgd: then", then)
     if then is not None and topology is None:
@@ -155,12 +160,7 @@ class LocalSGD(GradientAverages):
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
         check_topology(self.name, topology)
-        _check_rounds(topology, then, outer, restart)
-        if compression is not None and (outer is None or topology is not None):
-            raise ValueError(
-                f"local_sgd: compression is {compression.name}: it sends changes of an anchor that all learners share: "
-                "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
-            )
+        _check_rounds(topology, then, outer, restart, compression)
         self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.value)
         for option, used in (
             ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)

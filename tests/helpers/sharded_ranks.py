@@ -159,7 +159,7 @@ def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     other.load_state_dict(state)
     with torch.no_grad():
         outputs, wanted = averaged(place.x[0, 0]), other(place.x[0, 0])
-    exec(third.replace('checkpoint_id="saved"', f'checkpoint_id="{folder}/saved"'), names)
+    exec(third.replace('="saved"', f'="{folder}/saved"'), names)
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
     return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
 
