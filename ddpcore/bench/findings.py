@@ -38,6 +38,8 @@ def of_host(facts: Mapping[str, Any]) -> list[str]:
     elif facts["gpus"] and "cuda" not in facts["kernels"]:
         why = "install the CUDA toolkit, then" if not (nvcc or facts["CUDA_HOME_has_nvcc"]) else "nvcc is there:"
         found.append(f"no kernels for the GPU: {why} DDPCORE_CUDA=1 pip install --no-build-isolation .")
+    elif facts["gpus"]:
+        found.append("no release has run on a GPU: check this one first, with benchmarks/run_gpu.sh OUT (docs/gpu.md)")
     if facts["shm_bytes"] < SMALL_SHM:
         size = f"{facts['shm_bytes'] / MiB:.3g} MiB"
         found.append(

@@ -38,7 +38,7 @@ FAST = {"hosts": ["a", "b"], "interface": "eth0", "bytes_per_s": 3e9, "latency_s
         ({"gpus": 1}, "is built without CUDA, on a host with a GPU"),
         ({"gpus": 1, "cuda": "13.0"}, "no kernels for the GPU: install the CUDA toolkit, then DDPCORE_CUDA=1"),
         ({"gpus": 1, "cuda": "13.0", "nvcc": "/x/bin/nvcc"}, "no kernels for the GPU: nvcc is there: DDPCORE_CUDA=1"),
-        ({"gpus": 1, "cuda": "13.0", "kernels": ["cpu", "cuda"]}, None),
+        ({"gpus": 1, "cuda": "13.0", "kernels": ["cpu", "cuda"]}, "benchmarks/run_gpu.sh OUT (docs/gpu.md)"),
         ({"shm_bytes": 2**20}, "/dev/shm has 1 MiB, too small"),
         ({"open_files": 256}, "a process may open 256 files only: ulimit -n 65536"),
         ({"open_files": -1}, None),  # no limit
