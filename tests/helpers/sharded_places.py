@@ -81,10 +81,12 @@ class Place:
             for micro in range(micros):
                 with contextlib.nullcontext() if micro == micros - 1 else handle.no_sync():
                     if handle.comm.transport == "virtual":
+                        handle.num_samples = range(1, self.num + 1)  # only strategies with weights read it
                         x, y = (one.flatten(1, 2) for one in self.batches(step, micro, micros))
                         outputs = handle.model(x.to(dtype))
                         handle.backward([cross_entropy(o, one) for o, one in zip(outputs, y, strict=True)])
                     else:
+                        handle.num_samples = self.learner + 1
                         x, y = self.batch(step, micro, micros)
                         cross_entropy(handle.model(x.to(dtype)), y).backward()
             if clip and step == 3:
