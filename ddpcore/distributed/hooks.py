@@ -110,9 +110,9 @@ class HookedDistributed(Distributed):
         self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
         if isinstance(self.model, LearnerModels):
             self.model.register_forward_pre_hook(hook)
-            self.model.register_forward_hook(hook.leave, always_call=True)
+            self.model.register_forward_hook(_LeaveHook(hook), always_call=True)
         elif self.comm.num_learners > 1:
-            self._leave_hook = self.model.register_forward_hook(hook.leave)
+            self._leave_hook = self.model.register_forward_hook(_LeaveHook(hook))
 
     @property
     @override
@@ -388,18 +388,32 @@ class HookedDistributed(Distributed):
             self._buckets.rebuild()
 
 
-class _ForwardHook:
+class _Hook:
+    """A hook of a model in training. Copies of a model lose it."""
+
+    is_ours = True
+
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
+        raise AttributeError(
+            "torch.jit.script cannot compile a model in training: take the handle's evaluation_model()"
+        )
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _ForwardHook(_Hook):
     """Calls strategy and observers before a forward pass of all learners that records gradients.
 
     A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
     Copies of a model lose the hook.
     """
 
-    is_ours = True
-
     def __init__(self, handle: HookedDistributed) -> None:
         reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
-        exclude_from_compilation(_ForwardHook, "__call__", "leave", reason=reason)
+        exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
+        exclude_from_compilation(_LeaveHook, "__call__", reason=reason)
         self._handle = weakref.ref(handle)
         self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
         self._is_inside = False  # whether a call of handle.model is running
@@ -423,20 +437,18 @@ class _ForwardHook:
         if is_new:
             handle.before_forward()
 
-    @property
-    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
-        raise AttributeError(
-            "torch.jit.script cannot compile a model in training: take the handle's evaluation_model()"
-        )
 
-    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """After a call of ``handle.model``, of virtual learners also after an error."""
-        self._is_inside = False
-        if (handle := self._handle()) is not None:
+
+class _LeaveHook(_Hook):
+    """After a call of ``handle.model``, of virtual learners also after an error."""
+
+    def __init__(self, hook: _ForwardHook) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._hook._is_inside = False
+        if (handle := self._hook._handle()) is not None:
             handle.phases.end_forward(module, inputs, outputs)
-
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
-        return _NoHook, ()
 
 
 def _is_traced() -> bool:
@@ -448,10 +460,6 @@ def _is_traced() -> bool:
 
 class _NoHook:
     is_ours = True
-    _handle = staticmethod(lambda: None)  # of a deep copy of the method ``_ForwardHook.leave``
 
-    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        return
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpcore.distributed.spans import Spans
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import is_compiled_autograd, own_hooks
 
 
 class PhaseClock:
@@ -70,6 +70,8 @@ class PhaseClock:
                 output.register_hook(self._begin_backward)
 
     def _begin_backward(self, gradient: Tensor) -> None:
+        if is_compiled_autograd():
+            return  # it has no callback at the end of a pass
         self._begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 

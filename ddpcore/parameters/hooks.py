@@ -70,10 +70,15 @@ def has_hook_after(parameter: Tensor) -> bool:
     return num > 1
 
 
+def is_compiled_autograd() -> bool:
+    """Whether compiled autograd runs the backward pass, or will run it."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region)
+
+
 def refuse_compiled_autograd() -> None:
     """Raise RuntimeError if the backward pass is compiled. It runs hooks at other times than autograd does."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+    if is_compiled_autograd():
         raise RuntimeError(
             "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
             "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
