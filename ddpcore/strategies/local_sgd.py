@@ -150,6 +150,7 @@ class LocalSGD(GradientAverages):
         restart: int = 0,
         weights: Weights = None,
     ) -> None:
+        self.period = 0  # first in errors
         super().__init__(group, weights)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
