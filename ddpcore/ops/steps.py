@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -145,12 +144,9 @@ class Rule:
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """The values of the rule's options in an optimizer's group."""
-        given = self._given
-        return {name: group[option] if item is None else group[option][item] for name, option, item in given}
-
-    @cached_property
-    def _given(self) -> list[tuple[str, str, int | None]]:
-        return [(one.name, one.option, one.item) for one in self.options if one.option]
+        return {
+            o.name: group[o.option] if o.item is None else group[o.option][o.item] for o in self.options if o.option
+        }
 
 
 def _text(default: Any) -> str:

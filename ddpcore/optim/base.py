@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -50,7 +50,6 @@ from ddpcore.parameters.shards import is_dtensor, local
 
 PER_GROUP = ("lr", "weight_decay", "always_adapt", "max_grad_norm")  # one call may have groups that differ in these
 _NO_STATE: State = {}
-_step_of = methodcaller("get", "step")  # of a state
 _NO_OPTIONS = ("self", "params", "__class__")  # in the locals of a constructor
 
 
@@ -304,7 +303,7 @@ class FusedOptimizer(SavedOptimizer):
         known = self._known(groups, states, grads, sizes)
         plan = self._kept.get(name)
         same = plan is not None and plan.known == known and all(map(is_, plan.params, params))
-        if plan is None or not same or not all(map(is_, plan.steps, map(_step_of, states))):
+        if plan is None or not same or not all(map(is_, plan.steps, _steps_of(states))):
             for group in groups:
                 self.check_group(group)  # a program may have changed its options
             check_one_norm(self.param_groups)
@@ -314,7 +313,7 @@ class FusedOptimizer(SavedOptimizer):
             states = self._states_of(params)
             known = self._known(groups, states, grads, sizes)
             shards = Shards(params, batches) if any(map(is_dtensor, params)) else None
-            plan = self._kept[name] = BatchPlan(params, list(map(_step_of, states)), known, batches, shards)
+            plan = self._kept[name] = BatchPlan(params, _steps_of(states), known, batches, shards)
         return plan, states
 
     def _states_of(self, params: list[Tensor]) -> list[State]:
@@ -336,7 +335,7 @@ class FusedOptimizer(SavedOptimizer):
             [rules.index(rule) for rule in rules],
             [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
             sizes,
-            list(map(len, states)),
+            [len(state) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
 
@@ -432,3 +431,7 @@ class AdaptiveOptimizer(FusedOptimizer):
             for (name, param), _ in self.named_parameters()
             if id(param) in rows_of and id(param) in found
         }
+
+
+def _steps_of(states: list[State]) -> list[Tensor | None]:
+    return [state.get("step") for state in states]
