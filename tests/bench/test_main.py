@@ -171,7 +171,7 @@ REFUSED = [
     ("strategy=dpsgd", "strategy.name is set: use --strategies"),
     ("strategy.learners=3", "strategy.learners is set: use --world-size"),
     ("run.epochs=3", "run.epochs is set: a bench uses steps, seed, device of a run alone"),
-    ("--strategies ssgd strategy.period=4", "no strategy of ssgd has the option 'period': it takes none"),
+    ("--strategies ssgd strategy.period=4", "no strategy of ssgd has the option 'period': choose from weights"),
     ("--strategies local_sgd strategy.perod=4", "has the option 'perod': did you mean 'period'?"),
     ("optimizer.lr=fast", "optimizer.lr is 'fast'"),
     ("--frobnicate 3", "--frobnicate"),
