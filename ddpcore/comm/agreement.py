@@ -24,7 +24,8 @@ _LONGEST = 100  # characters of a fact in a message
 def describe(value: Any) -> str:
     """Return the type and the public attributes of an object as text.
 
-    A dataclass gives the fields that it is compared by, an optimizer its class and its defaults, a function its name.
+    A dataclass gives the fields that it is compared by, an optimizer its class and its defaults, a function its name. A
+    field with ``new`` in its metadata is left out if it is None, as in checkpoints of earlier versions.
     """
     if isinstance(value, partial):
         return describe([value.func, value.args, value.keywords])
@@ -37,7 +38,12 @@ def describe(value: Any) -> str:
     if isinstance(value, dict):
         return describe([*value.items()])
     if is_dataclass(value):
-        items = {field.name.strip("_"): getattr(value, field.name) for field in fields(value) if field.compare}
+        found = {field: getattr(value, field.name) for field in fields(value) if field.compare}
+        items = {
+            field.name.strip("_"): item
+            for field, item in found.items()
+            if item is not None or not field.metadata.get("new")
+        }
     elif isinstance(value, torch.optim.Optimizer):
         items = value.defaults
     elif hasattr(value, "__dict__") and not isinstance(value, type):

@@ -438,7 +438,6 @@ class _ForwardHook(_Hook):
             handle.before_forward()
 
 
-
 class _LeaveHook(_Hook):
     """After a call of ``handle.model``, of virtual learners also after an error."""
 

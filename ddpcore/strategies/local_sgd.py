@@ -131,6 +131,8 @@ class LocalSGD(GradientAverages):
     """
 
     name: ClassVar[str] = "local_sgd"
+    then: Topology | None = None
+    restart: int = 0
 
     def __init__(
         self,
@@ -150,7 +152,6 @@ class LocalSGD(GradientAverages):
         restart: int = 0,
         weights: Weights = None,
     ) -> None:
-        self.period = 0  # first in errors
         super().__init__(group, weights)
         outer, compression = outer_of(self.name, outer), codec_of(compression)
         check_range("local_sgd: warmup_steps", warmup_steps, least=0)
@@ -180,8 +181,10 @@ class LocalSGD(GradientAverages):
         self.alpha = self._alpha.value
         self.compression = compression
         self.error_decay = error_decay
-        self.then = None if then is None else self._between(then)
-        self.restart = restart
+        vars(self).pop("group", None)  # the last one, as version 0.2 described a strategy, whose checkpoints go on
+        self.group = group
+        if then is not None or restart:
+            self.then, self.restart = None if then is None else self._between(then), restart
         self._topology = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
         self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None

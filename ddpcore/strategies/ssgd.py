@@ -28,10 +28,15 @@ class GradientAverages(Strategy):
         weights: see :class:`SSGD`.
     """
 
+    group: int = 1
+
     def __init__(self, group: int = 1, weights: Weights = None) -> None:
-        self.group = typed(f"{self.name}: group", group, int)
+        group = typed(f"{self.name}: group", group, int)
         check_range(f"{self.name}: group", group, least=1)
-        if weights is not None:  # else checkpoints of earlier versions have another description of the strategy
+        # Options of their defaults are no attributes: checkpoints of version 0.2 have a description without them.
+        if group > 1:
+            self.group = group
+        if weights is not None:
             self.weights = weights_of(self.name, weights)
         self._works: list[Work] = []
         self._shares: Tensor | None = None  # [n], of this backward pass

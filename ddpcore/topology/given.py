@@ -41,7 +41,7 @@ class FromMatrix(Given):
     mean of the learners, as those of `Weighted` do.
     """
 
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = field(default=None, metadata={"new": True})
 
     def __init__(self, matrix: Any, weights: Sequence[float] | None = None) -> None:
         mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
