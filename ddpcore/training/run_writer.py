@@ -44,7 +44,7 @@ class RunWriter:
         rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
         if rows and any(row.get("kind") == "end" for row in known.rows):  # it goes on as a longer run
             (out / MODEL).unlink(missing_ok=True)
-            longer = {name: header[name] for name in ("config", "total_steps")}
+            longer = {name: value for name, value in header.items() if name in ("config", "total_steps")}
             rows = [{**row, **longer} if row.get("kind") == "run" else row for row in rows if row.get("kind") != "end"]
         if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)

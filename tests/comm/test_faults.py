@@ -48,7 +48,7 @@ def test_a_step_that_one_rank_leaves_out_is_named(outcome: Callable[..., Outcome
     for rank, (_, output) in enumerate(outcome(trials.backward_dies_on_one, 2)):
         assert f"rank {1 - rank} came to operation" in output
         assert "an average of 32 float32 at step 1 at byte 0" in output
-        assert "of the gather of 12 float64" in output  # the other rank compares learners after its average
+        assert "of the gather of" in output  # the other rank compares learners after its average
 
 
 @pytest.mark.parametrize("trial", named(trials.abandons))

@@ -353,6 +353,7 @@ def test_build_by_name() -> None:
         RandomPair(4),
         OnePeerExponential(),
         ddpcore.Hierarchical(3),
+        ddpcore.Scheduled([(0, Ring())]),
     ]
     assert TOPOLOGIES.build("random_pair") == RandomPair(0)
     assert TOPOLOGIES.build("ring", neighbors_each_side=2) == Ring(2)

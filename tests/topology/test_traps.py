@@ -112,4 +112,4 @@ def test_reading_and_sending_agree_on_a_digraph_too() -> None:
 
 
 def test_all_names_are_tried_here_or_need_factors() -> None:
-    assert set(TOPOLOGIES.names()) == {*ANY_NUMBER, "torus_2d", "hypercube", "hierarchical"}
+    assert set(TOPOLOGIES.names()) == {*ANY_NUMBER, "torus_2d", "hypercube", "hierarchical", "scheduled"}

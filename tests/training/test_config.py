@@ -109,11 +109,11 @@ def with_epochs(name: str, table: Any) -> Any:
         ),
         (
             {"strategy": {"name": "gasloc", "group": 2}},
-            "strategy gasloc has no option 'group': choose from",
+            "gasloc: group is 2 and there are 1 learners: take a divisor of 1",
         ),
         (
             {"strategy": {"name": "local_sgd", "period": "a"}},
-            "strategy local_sgd: period is 'a': it must be a whole",
+            "local_sgd: period is 'a': it must be a whole",
         ),
         (
             {"strategy": {"name": "noisy_ssgd", "std": "a"}},
