@@ -203,7 +203,7 @@ class LoopWatch:
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None
-        self.averaged = self._goes_on = self._num_pauses > 0  # whether this step has averaged, or may leave it out
+        self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
         self._has_average = False  # whether gradients of this step are an average
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
@@ -225,7 +225,7 @@ class LoopWatch:
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
-        self.averaged &= self._num_pauses > 0 or not self._goes_on or self.num_passes > 0
+        self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
         self._is_late |= self._has_average and num_gradients > 0
 
     def check_alike(self) -> None:

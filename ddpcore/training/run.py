@@ -215,7 +215,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     differences = _differences(config, known.header["config"], resume)
     if differences:
         raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
-    if known.final and _is_longer(config, nested(known.header["config"])) and not known.final["diverged"]:
+    if known.final and _is_longer(config, nested(known.header["config"])) and not known.final.get("diverged"):
         if not steps_of(checkpoints):
             raise ValueError(f"{shown(checkpoints)} has no checkpoint: a run without one cannot be made longer")
         return None

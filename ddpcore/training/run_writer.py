@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.extras import extra
+from ddpcore.records.config import nested
 from ddpcore.records.run import MODEL, RECORD, TENSORBOARD
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file
@@ -23,7 +24,7 @@ class RunWriter:
         out: the folder.
         header: the first row of a new run; its ``total_steps`` is the length of the progress bar.
         resumed: the row of a resumed run; None for a new run. Rows after its ``step`` are removed from the record. If
-            the run had ended, because it was shorter, its last row and its model are removed too.
+            the run was shorter, it gets the new length, and a last row and a model of the shorter run are removed.
         tensorboard: also write scalars for TensorBoard.
         on_record: called with each row, after it was appended to the record.
     """
@@ -42,10 +43,10 @@ class RunWriter:
         for problem in known.problems:
             self.warn(f"{problem}: the run goes on without it")
         rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
-        if rows and any(row.get("kind") == "end" for row in known.rows):  # it goes on as a longer run
+        was = next((row.get("total_steps") for row in rows if row.get("kind") == "run"), None)
+        if was is not None and was < header["total_steps"]:  # the run is longer now
             (out / MODEL).unlink(missing_ok=True)
-            longer = {name: value for name, value in header.items() if name in ("config", "total_steps")}
-            rows = [{**row, **longer} if row.get("kind") == "run" else row for row in rows if row.get("kind") != "end"]
+            rows = [_longer(row, header) for row in rows if row.get("kind") != "end"]
         if not any(row.get("kind") == "run" for row in rows):
             rows.insert(0, header)
         out.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,14 @@ class RunWriter:
     def write_model(self, content: bytes) -> None:
         """Write the averaged model at the end, in the format of safetensors."""
         replace_file(self._out / MODEL, content)
+
+
+def _longer(row: dict[str, Any], header: dict[str, Any]) -> dict[str, Any]:
+    """The first row of a run with the length of a new header; another row as it is."""
+    if row.get("kind") != "run":
+        return row
+    config = {**nested(row["config"]), "run": header["config"]["run"]}
+    return {**row, "config": config, "total_steps": header["total_steps"]}
 
 
 def load_tensorboard() -> Any:

@@ -54,6 +54,24 @@ def test_a_run_that_goes_on_has_no_final_model(tmp_path: Path, monkeypatch: pyte
     assert train(config(8), out=tmp_path, dataset=helper.images(), resume=True).final["step"] == 8
 
 
+def test_a_run_that_was_stopped_before_its_end_gets_the_new_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer.step
+
+    def failing(self: Trainer) -> Any:
+        if self.num_steps == 3:
+            raise RuntimeError("the machine fails")
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", failing)
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        train(config(4), out=tmp_path, dataset=helper.images())
+    monkeypatch.setattr(Trainer, "step", step)
+    record = train(config(8), out=tmp_path, dataset=helper.images(), resume=True)
+    assert record.final["step"] == record.header["total_steps"] == record.header["config"]["run"]["steps"] == 8
+
+
 def test_refused(tmp_path: Path) -> None:
     train(config(4, optimizer={"schedule": "cosine"}), out=tmp_path / "a", dataset=helper.images())
     content = (tmp_path / "a" / "record.jsonl").read_bytes()
