@@ -16,7 +16,7 @@ from helpers.idioms.table import IDIOMS
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[Any, Any]]:
-    return ranks.run("idiom_ranks", 2, more=[["ssgd"]] * 2)
+    return ranks.run("idiom_ranks", 2, more=[["ranks", 1, "ssgd"]] * 2)
 
 
 @pytest.mark.parametrize("name", IDIOMS)

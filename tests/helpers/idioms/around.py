@@ -20,7 +20,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from helpers.idioms.changes import KINDS
-from helpers.idioms.run import L, Run, add, net, one_step, start, train
+from helpers.idioms.run import Run, add, net, one_step, start, train
 
 RANKS = ("ranks",)
 Model = Any
@@ -371,11 +371,11 @@ def _own_average(run: Run, kind: str, what: str) -> None:
         run.backward(run.loss(run.model(inputs), labels))
         for parameter in run.parameters() if what == "gradients" else ():
             dist.all_reduce(parameter.grad)
-            parameter.grad.div_(L)  # type: ignore[union-attr]
+            parameter.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
         run.step()
         for parameter in run.parameters() if what == "weights" else ():
             dist.all_reduce(parameter.data)
-            parameter.data.div_(L)
+            parameter.data.div_(dist.get_world_size())
 
 
 for kind in ("sgd", "fused_sgd", "muon"):

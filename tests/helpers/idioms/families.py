@@ -283,7 +283,7 @@ def _mean_of_the_teacher(run: Run) -> None:
     else:
         mean = run.tensors[-1].clone()
         dist.all_reduce(mean)
-        mean /= L
+        mean /= dist.get_world_size()
     run.tensors.append(torch.stack([mean] * L) if run.world == "virtual" else mean)
 
 

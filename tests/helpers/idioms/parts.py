@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.idioms.run import L, Run, add, net, one_step, sgd
+from helpers.idioms.run import Run, add, net, one_step, sgd
 
 
 class Parts(nn.Module):
@@ -62,7 +62,7 @@ def _average_used(model: nn.Module) -> None:
         if used:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(grad)
-            parameter.grad = grad / L
+            parameter.grad = grad / dist.get_world_size()
 
 
 def _without_a_pass(run: Run, places: tuple[tuple[int, int], ...]) -> None:

@@ -30,7 +30,8 @@ class Run:
 
     Args:
         strategy: a name of ``STRATEGIES``.
-        world: ``plain`` (real ranks that average by all-reduce, without ddpcore), ``ranks`` or ``virtual``.
+        world: ``plain`` (real ranks that average by all-reduce, without ddpcore), ``ranks`` (over shared memory),
+            ``pg`` (ranks over gloo) or ``virtual``. There may be one rank, which averages with nobody.
     """
 
     def __init__(self, strategy: str, world: str) -> None:
@@ -66,6 +67,8 @@ class Run:
         if not self.is_plain:
             if self.world == "virtual":
                 options["learners"] = L
+            elif self.world == "pg":
+                options["transport"] = "pg"
             handle = self.handle = ddpcore.distribute(
                 model, optimizer, STRATEGIES[self.strategy](), **connected(**options)
             )
@@ -142,7 +145,7 @@ class Run:
             wide = tensor.detach().float().contiguous()
             wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
             dist.all_reduce(wide)
-            tensor.copy_(wide / L)
+            tensor.copy_(wide / dist.get_world_size())
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def execute(one: Idiom, strategy: str, world: str) -> dict[str, Any]:
     """The result of a run, or the first line of its error."""
     torch.manual_seed(3)
     run = Run(strategy, world)
-    if world == "plain" and one.message(strategy) is not None:
+    if world == "plain" and one.message(strategy) is not None and dist.get_world_size() > 1:
         return {}  # there is nothing to compare
     try:
         one.train(run)
