@@ -44,7 +44,6 @@ class Job:
         path: folder of the run.
         ranks: number of processes to start; 0 trains in the process that runs the study.
         hosts: number of machines that the ranks emulate.
-        in_namespaces: whether each host is a network namespace, see :mod:`ddpcore.experiments.hosts`.
         kill_rank: see :class:`ddpcore.experiments.study.Row`.
         recovered: the error of each rank failure from which the run resumed.
     """
@@ -55,7 +54,6 @@ class Job:
     path: Path
     ranks: int = 0
     hosts: int = 1
-    in_namespaces: bool = False
     kill_rank: int | None = None
     recovered: tuple[str, ...] = ()
 
@@ -68,8 +66,6 @@ class Job:
         processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
         if self.config.strategy.learners > self.ranks:
             processes += f" of {self.config.strategy.learners // self.ranks} virtual learners"
-        if self.in_namespaces:
-            return f"{processes} of one machine, in {self.hosts} network namespaces that stand for hosts"
         return processes if self.hosts == 1 else f"{processes} of one machine, standing for {self.hosts} hosts"
 
 

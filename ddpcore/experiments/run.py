@@ -6,19 +6,16 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpcore.experiments import hosts
 from ddpcore.experiments.metrics import curves_of, metrics_of
 from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
 from ddpcore.records.run import CHECKPOINTS, steps_of
@@ -56,26 +53,12 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
         launch.run(_run_share, (without_ranks, next_index, folder), world_size=processes, backend="none")
     else:
         _run_in_process(without_ranks, folder, datasets)
-    worlds: dict[tuple[int, bool, str], list[Job]] = {}
+    worlds: dict[tuple[int, str], list[Job]] = {}
     for job in pending:
         if job.ranks:
-            backend = backend_of(job)
-            in_namespaces = job.hosts == hosts.NUM_HOSTS and backend == "gloo" and _has_namespaces()
-            key = job.ranks, in_namespaces, backend
-            worlds.setdefault(key, []).append(replace(job, in_namespaces=in_namespaces))
-    for (ranks, in_namespaces, backend), jobs in worlds.items():
-        start = hosts.run if in_namespaces else partial(launch.run, backend=backend)
-        _run_ranks(jobs, ranks, start, folder)
-
-
-@cache
-def _has_namespaces() -> bool:
-    try:
-        hosts.check()
-    except hosts.NotPermitted as error:
-        print(f"hosts are processes of this machine, not network namespaces: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+            worlds.setdefault((job.ranks, backend_of(job)), []).append(job)
+    for (ranks, backend), jobs in worlds.items():
+        _run_ranks(jobs, ranks, backend, folder)
 
 
 def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
@@ -114,12 +97,12 @@ def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int],
     _run_in_process(iter(next_job, None), folder, Datasets())
 
 
-def _run_ranks(jobs: Sequence[Job], ranks: int, start: Callable[..., None], folder: Folder) -> None:
+def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) -> None:
     """Run all jobs on one group of ranks. When a job fails, it is recorded and a new group continues after it."""
     pending = list(jobs)
     while pending:
         try:
-            start(_work, (pending, folder), world_size=ranks)
+            launch.run(_work, (pending, folder), world_size=ranks, backend=backend)
         except launch.RankFailed as error:
             finished = folder.finished()
             pending = [job for job in pending if (job.row, job.seed) not in finished]
