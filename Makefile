@@ -101,7 +101,7 @@ check-sanitizers: $(TOOLED)
 	@tools/system_packages
 	PY=$(PY) tools/check_sanitizers
 
-# Fuzzes the readers of files from strangers: make fuzz ARGS="npz hdf5 --seconds 3600". Needs atheris.
+# Fuzzes the readers of files from strangers: make fuzz ARGS="npz surface --seconds 3600". Needs atheris.
 fuzz: build $(TOOLED)
 	@$(PY) -c 'import atheris' 2> /dev/null || [ "$(PY)" != .venv/bin/python ] || $(PY) -m pip install -q -c constraints.txt atheris
 	@$(PY) tests/fuzz/fuzz.py $(ARGS)
