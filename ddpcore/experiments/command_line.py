@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.display.chart import PLOT, check_plot
-from ddpcore.display.surfaces import KINDS
+from ddpcore.experiments.landscapes import LandscapeOptions
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import Parser, add_flags
 from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.options.keys import parse_settings
 from ddpcore.storage.limits import NUM_RUNS
 from ddpcore.training.config import check_settings, merged
-from ddpcore.training.landscapes import BATCH_NORM, NUM_SAMPLES, PLANES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,54 +86,6 @@ class CompareOptions:
     def __post_init__(self) -> None:
         check(self)
         check_plot(self.plot)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LandscapeOptions:
-    """Draw the loss around the final models of runs of `ddpcore train`, over planes in weight space.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
-
-    EXAMPLE = "ddpcore experiments landscape runs/ssgd runs/dpsgd --points 25"
-
-    runs: Sequence[Path] = field(
-        MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
-    )
-    plane: str = field("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
-    points: int = field(25, "K, for K x K points", least=2, metavar="K")
-    span: float | None = field(
-        None,
-        "from the model to the border, in lengths of the directions (1); margin around solutions (0.25)",
-        above=0,
-        metavar="S",
-    )
-    seed: int = field(0, "of random directions", metavar="N", **SEED_RANGE)
-    batch_norm: str | None = field(
-        None, "of each point (default: eval, between solutions recalibrate)", choices=BATCH_NORM
-    )
-    split: str = field("train", "of the data", choices=("train", "validation", "test"))
-    samples: int | None = field(
-        None, f"so many random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N"
-    )
-    ratio: bool = field(
-        False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
-    )
-    kinds: tuple[str, ...] = field(("contour",), "pictures of the loss", choices=KINDS)
-    out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
-    data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
-    world_size: int = field(1, "share the points among N processes", least=1, metavar="N")
-
-    def __post_init__(self) -> None:
-        check(self)
-        if self.plane == "solutions" and len(self.runs) != 3:
-            raise ValueError(f"--plane solutions goes through three runs, and {len(self.runs)} are named: name three")
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of :func:`ddpcore.training.landscapes.landscape_of` but for runs and files."""
-        names = ("plane", "points", "span", "seed", "batch_norm", "split", "samples", "ratio")
-        return {name: getattr(self, name) for name in names}
 
 
 COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions, "landscape": LandscapeOptions}
