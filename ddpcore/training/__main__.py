@@ -43,13 +43,12 @@ class TrainOptions:
     fields: str | None = field(
         None, "print the fields whose key or text has this word, or all", nargs="?", const="", metavar="WORD"
     )
-    tensorboard: bool = field(False, "also write numbers for TensorBoard", action="store_true")
 
     def __post_init__(self) -> None:
         check(self)
         if self.out is None and self.fields is None:
             raise ValueError("--out is missing: name the folder of the run, such as --out runs/first")
-        if self.join and (self.settings or self.resume or self.tensorboard or self.world_size > 1):
+        if self.join and (self.settings or self.resume or self.world_size > 1):
             raise ValueError("--join takes all settings from the run in --out: leave everything else out")
 
     @property
@@ -120,7 +119,7 @@ def _start(options: TrainOptions) -> None:
     check_connection(config, world_size, num_hosts)
     launch.run(
         train_rank,
-        (config, options.folder, options.resume, options.tensorboard),
+        (config, options.folder, options.resume),
         world_size=world_size,
         backend=backend,
         timeout=config.strategy.timeout,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.joining import share_progress
 from ddpcore.training.progress import Progress
-from ddpcore.training.run_writer import RunWriter
+from ddpcore.training.run_writer import RunWriter, warn
 from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.trainer import Trainer
 
@@ -107,7 +106,7 @@ def _keep(path: Path, step: int) -> None:
     """Keep the lines up to a step, from which the run goes on."""
     known = read_lines(path)
     for problem in known.problems:
-        print(f"ddpcore: {problem}: the run goes on without it", file=sys.stderr, flush=True)
+        warn(f"{problem}: the run goes on without it")
     steps = (line for line in known.rows if isinstance(line.get("step"), int))
     write_lines(path, [line for line in steps if line["step"] <= step])
 
@@ -371,7 +370,7 @@ class Loop:
             )
             if bool(self.comm.gather(bad_L).any()):
                 if self.writer is not None:
-                    self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
+                    warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
                 return False
         if self.checkpoints.members != members:
             return False
