@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from ddpcore.models import convolutional, mobile, residual, small, transformers
@@ -36,21 +35,6 @@ class Spec:
         if not self.input_shapes or tuple(input_shape) in self.input_shapes:
             return True
         return self.any_size and len(input_shape) == len(self.input_shapes[0]) and min(input_shape) >= 1
-
-    def random_batch(
-        self, *rows: int, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Random inputs ``[*rows, *input_shape]`` and labels ``[*rows]``, of torch's generator.
-
-        Inputs are standard normal, float32. Tokens are int64, with labels of their shape. None is the default of the
-        model.
-        """
-        shape = self.input_shapes[0] if input_shape is None else input_shape
-        classes = self.num_classes if num_classes is None else num_classes
-        if self.tokens:
-            tokens, labels = torch.randint(classes, (2, *rows, *shape))
-            return tokens, labels
-        return torch.randn(*rows, *shape), torch.randint(classes, rows)
 
 
 class ModelRegistry(Registry[nn.Module]):

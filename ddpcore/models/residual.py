@@ -54,17 +54,13 @@ class ResNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         features = self.blocks(self.stem(inputs))
-        logits: Tensor = self.head(features.mean(dim=(2, 3)))
-        return logits
+        return self.head(features.mean(dim=(2, 3)))
 
 
 class ResNet18(ResNet):
     """Two blocks in each of four stages of 64 to 512 channels: 11173962 parameters for 3 x 32 x 32 and 10 classes."""
 
-    input_shapes = ((3, 32, 32), (1, 28, 28))
-    num_classes = 10
-
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10) -> None:
         super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
 
 
@@ -190,8 +186,7 @@ class PreActivationBlock(nn.Module):
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
         active = self.activation(inputs)
         carried = inputs if self.projection is None else self.projection(active)
-        outputs: Tensor = self.residual(active) + carried
-        return outputs
+        return self.residual(active) + carried
 
 
 def stages(

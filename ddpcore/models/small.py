@@ -220,5 +220,4 @@ class SpeechLSTM(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         frames, _ = self.lstm(inputs)
-        logits: Tensor = self.head(frames[:, inputs.shape[1] // 2])
-        return logits
+        return self.head(frames[:, inputs.shape[1] // 2])

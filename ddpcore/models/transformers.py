@@ -67,8 +67,7 @@ class ViT(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         tokens = self.blocks(self.embed(inputs))
-        logits: Tensor = self.head(self.norm(tokens[:, 0]))
-        return logits
+        return self.head(self.norm(tokens[:, 0]))
 
 
 class PatchEmbedding(nn.Module):
@@ -90,8 +89,7 @@ class PatchEmbedding(nn.Module):
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, channels, rows, size, columns, size]
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         class_tokens = self.class_token.expand(images.shape[0], -1, -1)
-        tokens: Tensor = self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
-        return tokens
+        return self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
 
 
 class ByteTransformer(nn.Module):
@@ -183,8 +181,7 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, tokens, width] to the same shape."""
         tokens = tokens + self.drop_path(self.attention(tokens))
-        outputs: Tensor = tokens + self.drop_path(self.mlp(tokens))
-        return outputs
+        return tokens + self.drop_path(self.mlp(tokens))
 
 
 class SelfAttention(nn.Module):
@@ -201,8 +198,7 @@ class SelfAttention(nn.Module):
         heads = self.query_key_value(tokens).unflatten(-1, (3, self.num_heads, -1))  # [B, tokens, 3, heads, head width]
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        outputs: Tensor = self.project(attended.transpose(1, 2).flatten(2))
-        return outputs
+        return self.project(attended.transpose(1, 2).flatten(2))
 
 
 class DropPath(nn.Module):
