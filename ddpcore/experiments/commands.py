@@ -23,7 +23,6 @@ from ddpcore.experiments.plan import (
     backend_of,
     check_data,
     check_folder,
-    check_runs,
     cost_of,
     make_plan,
 )
@@ -81,10 +80,9 @@ def _run(options: RunOptions) -> int:
     if torchrun is not None:
         return _run_in_torchrun(torchrun, plan, folder, options)
     check_folder(folder.path, plan.manifest, options.resume)
-    finished = folder.finished()
-    check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
+    finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
     for line in cost_of(pending, datasets) if pending else ():
         print(line, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,10 @@ from ddpcore.data import Dataset
 from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
 from ddpcore.records.config import BOOKKEEPING
-from ddpcore.records.run import CHECKPOINTS, RECORD, step_folder, steps_of
-from ddpcore.records.run import read_manifest as read_checkpoint
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
 from ddpcore.runtime.launch import torchrun_world
 from ddpcore.storage.files import LOCK
-from ddpcore.storage.json_lines import read_lines, to_json
+from ddpcore.storage.json_lines import to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -133,27 +131,19 @@ def make_plan(
     max_runs: int = NUM_RUNS,
     world_size: int | None = None,
 ) -> RunPlan:
-    """The jobs of a study.
-
-    Args:
-        study: a loaded study.
-        folder: for its runs.
-        rows: names, or patterns such as ``ssgd-*``; None selects the rows of the scale.
-        scale: one of :data:`ddpcore.experiments.study.SCALES`.
-        overrides: fields of all rows.
-        first_seed: the seeds are consecutive numbers from this one.
-        num_seeds: None is the number of the study.
-        max_runs: the most runs, rows x seeds.
-        world_size: rows with this number of learners, or a multiple of it, run on so many real ranks.
+    """The jobs of a study, see :class:`ddpcore.experiments.command_line.RunOptions` for the arguments.
 
     Raises:
         ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    learners = {name: config.strategy.learners for name, config in configs.items()}
-    ranks = _ranks_of(chosen, learners, world_size)
-    seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
+    ranks = _ranks_of(chosen, {name: config.strategy.learners for name, config in configs.items()}, world_size)
+    count = num_seeds or study.seeds[scale]
+    if count * len(chosen) > max_runs:
+        asked = f"{count:,} seeds of {len(chosen)} rows are more than {max_runs:,} runs"
+        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
+    seeds = list(range(first_seed, first_seed + count))
     jobs = [
         Job(
             row=row.name,
@@ -167,6 +157,18 @@ def make_plan(
         for seed in seeds
         for row in chosen
     ]
+    of_rows = {
+        row.name: {
+            # the same for all seeds and machines
+            "config": configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
+            "published": dict(row.published),
+            "about": row.about,
+            "ranks": ranks[row.name],
+            "hosts": row.hosts,
+            "kill_rank": row.kill_rank,
+        }
+        for row in chosen
+    }
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
@@ -175,33 +177,21 @@ def make_plan(
         "scale": scale,
         "set": {key: value for key, value in dotted(overrides or {}).items() if key not in BOOKKEEPING},
         "seeds": seeds,
-        "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
+        "rows": of_rows,
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
 
 
 def _ranks_of(rows: Sequence[Row], learners: Mapping[str, int], world_size: int | None) -> dict[str, int]:
     """The number of ranks of each row, 0 for virtual learners of one process."""
-    spread = {name for name, num in learners.items() if _shares_out(num, world_size)}
-    if world_size is not None and not spread:
+    found = {row.name: learners[row.name] * row.ranks for row in rows}
+    if world_size is None:
+        return found
+    spread = [num == world_size or (world_size > 1 and num % world_size == 0) for num in learners.values()]
+    if not any(spread):
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
-    spread -= {row.name for row in rows if row.ranks}
-    return {row.name: (world_size or 0) if row.name in spread else learners[row.name] * row.ranks for row in rows}
-
-
-def _shares_out(num_learners: int, world_size: int | None) -> bool:
-    """Whether so many ranks have equally many of the learners, one at least."""
-    if world_size is None or num_learners == world_size:
-        return num_learners == world_size
-    return world_size > 1 and num_learners % world_size == 0
-
-
-def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
-    if count * num_rows > max_runs:
-        asked = f"{count:,} seeds of {num_rows} rows are more than {max_runs:,} runs"
-        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
-    return list(range(first, first + count))
+    return {name: found[name] or world_size * shares for name, shares in zip(learners, spread, strict=True)}
 
 
 def check_folder(path: Path, manifest: Mapping[str, Any], resume: bool) -> None:
@@ -231,22 +221,6 @@ def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
     unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
     differences = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
     return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])
-
-
-def check_runs(jobs: Iterable[Job]) -> None:
-    """Raise ValueError if an unfinished run in the folder of a job, or a checkpoint of it, has another config."""
-    for job in jobs:
-        lines = read_lines(job.path / RECORD)
-        configs = [line.get("config", {}) for line in lines.rows if line.get("kind") == "run"]
-        checkpoints = job.path / CHECKPOINTS
-        for step in steps_of(checkpoints):
-            try:
-                configs.append(read_checkpoint(step_folder(checkpoints, step))["config"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # train ignores damaged checkpoints, and prints a warning
-        for other in configs:
-            if differences := job.config.difference(other):
-                raise ValueError(f"{shown(job.path)} is another run: {'; '.join(differences)}: take another folder")
 
 
 def check_data(plan: RunPlan, datasets: Datasets) -> None:
@@ -286,15 +260,3 @@ def backend_of(job: Job) -> str:
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
     return choice.backend
-
-
-def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
-    return {
-        # the same for all seeds and machines
-        "config": config.overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
-        "published": dict(row.published),
-        "about": row.about,
-        "ranks": ranks,
-        "hosts": row.hosts,
-        "kill_rank": row.kill_rank,
-    }
