@@ -199,9 +199,8 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """The config with these sections; a missing section or field has its default.
 
-        Args:
-            values: a table for each section, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``.
-                A key that is not a field of the section is an option of its part.
+        A section is a table, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``. A key that is
+        not a field of the section is an option of its part.
 
         Raises:
             ValueError: a key is unknown (the message names the most similar one), or a value is wrong.
@@ -276,13 +275,8 @@ def _defaults() -> dict[str, Any]:
 def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[str] = ()) -> None:
     """Check some sections of a config by themselves: keys, types and ranges of their fields, without options of parts.
 
-    Args:
-        values: by section.
-        what: what has the sections, for error messages.
-        others: further keys that an error may suggest.
-
-    Raises:
-        ValueError: a section or field does not exist, or a value is not allowed; the message begins with ``what``.
+    ValueError: a section or field does not exist, or a value is not allowed. The message begins with ``what``, which has
+    the sections, and may suggest one of ``others``.
     """
     _check_sections(what or _A_RUN, values, others)
     for name, table in values.items():

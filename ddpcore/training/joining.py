@@ -38,11 +38,7 @@ def remove_address(out: Path) -> None:
 
 
 def store_of(out: Path) -> dist.Store:
-    """A new client of the store of the run in a folder.
-
-    Raises:
-        ValueError: no run is in progress there that a rank can join.
-    """
+    """A new client of the store of the run in a folder. ValueError: none is in progress there that a rank can join."""
     if not (out / ADDRESS).exists():
         raise ValueError(f"{shown(out)} has no run in progress with real ranks and on_failure='shrink': start that")
     address = read_json(out / ADDRESS)
@@ -60,16 +56,10 @@ def store_of(out: Path) -> dist.Store:
 
 
 def share_progress(comm: Communicator, progress: Progress, writer: int, new: int) -> int:
-    """In the step in which a rank joins: give it the progress of the run. Collective.
+    """In the step in which the rank ``new`` joins: give it the progress of the run, and the id of the ``writer``.
 
-    Args:
-        comm: the members, the new one among them.
-        progress: of this rank; the progress of the new one changes.
-        writer: the id of the rank that writes the record; any value on the new one.
-        new: the id of the new rank.
-
-    Returns:
-        The id of the rank that writes.
+    Collective over the members, the new one among them, whose ``writer`` may be any value. Returns the id of the rank
+    that writes the record.
     """
     text = json.dumps({"writer": writer, **progress.shared()}).encode()
     rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))

@@ -118,15 +118,7 @@ CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the 
 class Loop:
     """A run in progress: all its parts, and the loop over its steps.
 
-    Attributes:
-        placement: config, ranks and device.
-        trainer: takes the steps.
-        measured: the statistics along the run.
-        progress: losses, times and evaluations so far.
-        checkpoints: the checkpoints of the run.
-        writer: writes record and model; None on all ranks except rank 0.
-        take_over: makes a writer in the first rank that is left, because the one that wrote has died.
-        steps: records every step; None without ``record_steps``.
+    Only rank 0 has a ``writer``. ``take_over`` makes one in the first rank that is left after that rank has died.
     """
 
     placement: LearnerPlacement
@@ -175,7 +167,10 @@ class Loop:
                     self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
                 self._write_rows(num_found, self._changes())
-                self._show(loss)
+                if self.writer is not None:
+                    reached = "" if progress.accuracy is None else f", accuracy {100 * progress.accuracy:.2f} %"
+                    epoch = 1 + self.batches.epoch(step - 1)
+                    self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()
@@ -205,14 +200,7 @@ class Loop:
         return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
     def _write_rows(self, num_found: int, changes: Sequence[dict[str, Any]] = ()) -> None:
-        """Write what happened since the last call, in the order of steps.
-
-        Reading statistics waits for the device; a check of the loss has just done so.
-
-        Args:
-            num_found: gather at most so many numbers that are not finite from each rank; collective if it is not 0.
-            changes: rows of who has died.
-        """
+        """Write what happened since the last call, in the order of steps. Collective if ``num_found`` is not 0."""
         found = self._collect(num_found) if num_found else []
         rows = [*found, *changes, *self.measured.new_rows()]
         if self.writer is not None:
@@ -220,11 +208,7 @@ class Loop:
                 self.writer.write(row)
 
     def _collect(self, num_found: int) -> list[dict[str, Any]]:
-        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective.
-
-        With ``raise``, the run has diverged: so all ranks end it at the same step, as virtual learners do. Until then a
-        learner whose gradients are not finite takes no step.
-        """
+        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective."""
         found, names = self.trainer.handle.nonfinite, [name for name, _ in self.trainer.module.named_parameters()]
         mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64, device="cpu")
         for index, one in enumerate(found):
@@ -242,7 +226,7 @@ class Loop:
             )
             for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
         ]
-        if self.config.strategy.on_nonfinite == "raise":
+        if self.config.strategy.on_nonfinite == "raise":  # all ranks end at the same step, as virtual learners do
             self.progress.diverged, self.progress.reason = True, str(events[0])
         return [{"kind": "nonfinite", **asdict(event)} for event in events]
 
@@ -257,13 +241,6 @@ class Loop:
             self.writer = self.take_over()
         step = self.trainer.num_steps
         return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
-
-    def _show(self, loss: float) -> None:
-        if self.writer is not None:
-            step, accuracy = self.trainer.num_steps, self.progress.accuracy
-            reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-            epoch = 1 + self.batches.epoch(step - 1)
-            self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.run.checkpoint_every
@@ -355,14 +332,13 @@ class Loop:
         with self._paused():
             while True:
                 members = self.checkpoints.members
-                is_saved = self._try_to_save()
+                is_saved = self._try_to_save(members)
                 if self.checkpoints.members == members:
                     return is_saved
                 # a rank has died meanwhile, and the state depends on who is left: again without it
 
-    def _try_to_save(self) -> bool:
-        """Save, unless a number is not finite, or a rank dies before."""
-        members, state = self.checkpoints.members, self.trainer.state_dict()
+    def _try_to_save(self, members: tuple[int, ...]) -> bool:
+        state = self.trainer.state_dict()
         if not self.config.run.save_nonfinite:
             is_bad = not is_finite(tensors_of(state))
             bad_L = torch.full(

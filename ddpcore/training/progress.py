@@ -79,16 +79,9 @@ class Progress:
     def check(
         self, comm: Communicator, stop: bool, diverged_above: float | None, num_found: int = 0
     ) -> tuple[float, bool, int]:
-        """Compute the loss since the last check, detect divergence, and agree on whether to stop. Collective.
+        """The mean loss since the last check, whether any rank must stop, and the largest ``num_found``. Collective.
 
-        Args:
-            comm: the learners.
-            stop: whether this rank must stop.
-            diverged_above: see ``TrainConfig``.
-            num_found: a number of this rank.
-
-        Returns:
-            The mean loss over steps and learners, whether any rank must stop, and the largest ``num_found``.
+        A loss that is not finite, or more than ``diverged_above`` times the first one, is a divergence.
         """
         numbers = (torch.full_like(self.window_loss_L, number) for number in (stop, num_found))
         mine_L4 = torch.stack([self.window_loss_L, self.window_lost_L, *numbers], dim=1)

@@ -189,11 +189,7 @@ def _train(
 
 
 def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset | None) -> RunRecord | None:
-    """The record of this run if it is finished, otherwise None.
-
-    Raises:
-        ValueError: the folder holds another run, or any run while ``resume`` is False.
-    """
+    """The record of this run if it is finished. ValueError: the folder has another run, or any without ``resume``."""
     path, checkpoints = out / RECORD, out / CHECKPOINTS
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{shown(out)} holds a run already: take another folder, or resume=True to go on with it")
@@ -235,9 +231,7 @@ def _resume(
 def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) -> list[str]:
     """The keys in which a saved run differs. A resumed run may be longer, or have another number of learners.
 
-    Raises:
-        ValueError: its learning rates depend on its length; or its learners have samples of their own, so others cannot
-            take them.
+    ValueError where its learning rates depend on its length, or its learners have samples of their own.
     """
     known = nested(known)
     own, theirs = config.strategy.learners, known.get("strategy", {}).get("learners", 1)
@@ -283,11 +277,10 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, on_record:
     left = {} if placement.left is None else {"members": list(placement.left.members)}
     batches, parts = trainer.batches, trainer.batches.parts
     here = {**machine(placement.device.type), "threads": torch.get_num_threads()}
-    num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
         "config": config.to_dict(),
-        "num_parameters": num_elements,
+        "num_parameters": sum(parameter.numel() for parameter in trainer.module.parameters()),
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
