@@ -275,8 +275,8 @@ def _defaults() -> dict[str, Any]:
 def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[str] = ()) -> None:
     """Check some sections of a config by themselves: keys, types and ranges of their fields, without options of parts.
 
-    ValueError: a section or field does not exist, or a value is not allowed. The message begins with ``what``, which has
-    the sections, and may suggest one of ``others``.
+    ValueError: a section or field does not exist, or a value is not allowed. The message begins with ``what``, which
+    has the sections, and may suggest one of ``others``.
     """
     _check_sections(what or _A_RUN, values, others)
     for name, table in values.items():

@@ -41,11 +41,7 @@ class FinishedRun:
 
     @classmethod
     def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
-        """Load the folder of a run.
-
-        Args:
-            path: the ``out`` of ``train``.
-            data_dir: the folder of the data set's files, if it is another one than in the config.
+        """Load the folder of a run, the ``out`` of ``train``; ``data_dir`` if the data set's files have moved.
 
         Raises:
             ValueError: there is no run, it has no final model, its model is of another architecture, or the data are

@@ -49,13 +49,11 @@ class Measurements:
 def noise_statistics(run: RunConfig, trainer: Trainer) -> NoiseStatistics | None:
     """The noise statistics of a trainer before its first step; None if ``statistics_every`` is 0.
 
-    The statistics do not change the weights by a single bit. The full loss is the mean training loss of the training
-    set, or of a fixed part of it. It uses label smoothing and augmentation as in training. Samples that cannot be
-    divided equally among the n learners are left out. The loss is computed in parts. Each part has the size of a
-    backward pass of training, so that the full loss needs no more memory than a training step.
+    The full loss is the mean training loss of the training set, or of a fixed part of it, with label smoothing and
+    augmentation as in training. Samples that cannot be divided equally among the n learners are left out. The loss is
+    computed in parts of the size of a backward pass, so that it needs no more memory than a training step.
 
-    Raises:
-        ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
+    ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
     """
     if not run.statistics_every:
         return None
@@ -83,11 +81,8 @@ def noise_statistics(run: RunConfig, trainer: Trainer) -> NoiseStatistics | None
 def hessian_statistics(run: RunConfig, trainer: Trainer) -> HessianStatistics | None:
     """The Hessian along a run, of a trainer before its first step; None if ``hessian_every`` is 0.
 
-    The loss is the one of :func:`noise_statistics`, on ``hessian_samples`` samples. No bit of the training changes.
-
-    Raises:
-        ValueError: the training set is smaller than ``hessian_samples``, or has fewer samples than learners; or the
-            model has fewer parameters than ``hessian_top`` eigenvectors.
+    The loss is the one of :func:`noise_statistics`, on ``hessian_samples`` samples. ValueError: the training set is
+    smaller than these, or has fewer samples than learners; or the model has fewer parameters than ``hessian_top``.
     """
     if not run.hessian_every:
         return None
@@ -120,12 +115,9 @@ def _loss_of(trainer: Trainer, parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
-    """The flatness of a trained model on ``num_samples`` random training samples.
+    """The flatness of a trained model, switched to evaluation mode, on ``num_samples`` random training samples.
 
-    The loss is the cross-entropy without label smoothing. The model is switched to evaluation mode.
-
-    Raises:
-        ValueError: the training set is smaller than ``num_samples``.
+    The loss is the cross-entropy without label smoothing. ValueError: the training set is smaller.
     """
     indices = random_samples(dataset, "flatness_samples", num_samples, 1, seed)
     num_labels = len(indices) * dataset.train.labels[0].numel()
