@@ -206,13 +206,7 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Serie
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:
-    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file.
-
-    Args:
-        comparison: of one study, as :func:`ddpcore.experiments.compare.compare` returns it.
-        path: passes :func:`check_plot`.
-        run_labels: for legends and notes.
-    """
+    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file."""
     check_plot(path)
     from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
 

@@ -33,16 +33,15 @@ from ddpcore.training.sections import StrategyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One row with one seed.
+    """One row with one seed, see :class:`ddpcore.experiments.study.Row`.
 
     Attributes:
-        row: name of the row.
-        seed: of all random numbers.
-        config: with this seed.
-        path: folder of the run.
+        row: its name.
+        seed: of all random numbers, also in the config.
+        config: of the run.
+        path: its folder.
         ranks: number of processes to start; 0 trains in the process that runs the study.
-        hosts: number of machines that the ranks emulate.
-        kill_rank: see :class:`ddpcore.experiments.study.Row`.
+        hosts, kill_rank: of the row.
         recovered: the error of each rank failure from which the run resumed.
     """
 
@@ -251,11 +250,7 @@ def _check_one_process(job: Job) -> None:
 
 
 def backend_of(job: Job) -> str:
-    """The backend that connects the ranks of a job.
-
-    Raises:
-        ValueError: the ranks would share a GPU.
-    """
+    """The backend that connects the ranks of a job. ValueError: they would share a GPU."""
     choice = backend_here(job.config, job.ranks, 1 if (joined := torchrun_world()) is None else joined.num_hosts)
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")

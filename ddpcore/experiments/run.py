@@ -34,11 +34,7 @@ POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank
 def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run the jobs that are not finished, first those without ranks. Write and print one result for each.
 
-    Args:
-        plan: after :func:`ddpcore.experiments.plan.check_data`.
-        folder: with its manifest.
-        datasets: of this process.
-        processes: number of processes that share the jobs without ranks, and the cores.
+    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores.
 
     Raises:
         launch.Stopped: a signal requested it; the current runs are saved and can be resumed.
@@ -63,12 +59,17 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
 
 def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
     start, num = time.monotonic(), len(jobs) if isinstance(jobs, list) else 0
+
+    def raise_if_asked(where: str) -> None:
+        if stop.asked:
+            raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
+
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
         for place, job in enumerate(jobs):
             if place and place < num:
                 left = (time.monotonic() - start) / place * (num - place) / 3600
                 print(f"about {left:.1f} h left for {num - place} runs, if they take as long", flush=True)
-            _raise_if_asked(stop, f"before {job.row}")
+            raise_if_asked(f"before {job.row}")
             try:
                 result = _train(job, None, datasets)
             except Interrupted:
@@ -76,12 +77,7 @@ def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> 
             except Exception as error:  # the other jobs run in any case
                 result = _failure(job, f"{type(error).__name__}: {error}")
             _finish(folder, result)
-        _raise_if_asked(stop, "after the last run of this process")
-
-
-def _raise_if_asked(stop: StopSignal, where: str) -> None:
-    if stop.asked:
-        raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
+        raise_if_asked("after the last run of this process")
 
 
 def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int], folder: Folder) -> None:
@@ -135,11 +131,7 @@ def run_in_torchrun(
 ) -> None:
     """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study.
 
-    Args:
-        world: of all hosts.
-        jobs: of the plan.
-        begin: begins the folder, on rank 0, and returns its finished runs.
-        folder: of the study.
+    There ``begin`` begins the folder, and returns its finished runs.
     """
     news: list[Any] = [None]
     if world.rank == 0:
@@ -183,8 +175,7 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
 
 def _failure(job: Job, error: str) -> dict[str, Any]:
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["unknown"]
-    result = {"status": FAILED, "diverged": False, "metrics": {}, "curves": {}, "error": lines[-1]}
-    return {**_heading(job), **result}
+    return {**_heading(job), "status": FAILED, "diverged": False, "metrics": {}, "curves": {}, "error": lines[-1]}
 
 
 def _heading(job: Job) -> dict[str, Any]:
