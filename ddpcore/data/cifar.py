@@ -174,5 +174,5 @@ def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
 
 def _read(path: Path, max_bytes: int) -> tuple[bytes, str]:
     """The content of a file, and its path for a message."""
-    file = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
-    return file.content, shown(file.path)
+    found, content = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
+    return content, shown(found)
