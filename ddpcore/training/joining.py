@@ -32,11 +32,6 @@ def write_address(out: Path) -> None:
         write_json(out / ADDRESS, {"path": store.path})  # type: ignore[attr-defined]
 
 
-def remove_address(out: Path) -> None:
-    """At the end of the run."""
-    (out / ADDRESS).unlink(missing_ok=True)
-
-
 def store_of(out: Path) -> dist.Store:
     """A new client of the store of the run in a folder. ValueError: none is in progress there that a rank can join."""
     if not (out / ADDRESS).exists():

@@ -114,7 +114,7 @@ def _keep(path: Path, step: int) -> None:
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Loop:
     """A run in progress: all its parts, and the loop over its steps.
 

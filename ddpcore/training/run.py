@@ -13,7 +13,7 @@ import torch
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
 from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.config import nested
-from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
+from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -26,7 +26,7 @@ from ddpcore.training.balance import balanced
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
-from ddpcore.training.joining import remove_address, store_of, write_address
+from ddpcore.training.joining import store_of, write_address
 from ddpcore.training.loop import Loop, StepRecorder
 from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
@@ -149,6 +149,7 @@ def _train(
         folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
+    progress = progress or Progress.start(num_rows, placement.device)
     recorder = StepRecorder(out, rank, trainer) if config.run.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
@@ -162,19 +163,10 @@ def _train(
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
         writer = stack.enter_context(_writer(placement, trainer, out, on_record)) if is_first else None
-        loop = Loop(
-            placement=placement,
-            trainer=trainer,
-            measured=measured,
-            progress=progress or Progress.start(num_rows, placement.device),
-            checkpoints=checkpoints,
-            writer=writer,
-            steps=steps,
-            take_over=take_over,
-        )
+        loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
         ended = loop.run(stop_signal)
         if loop.writer is not None:
-            remove_address(out)
+            (out / ADDRESS).unlink(missing_ok=True)
     if comm is not None:  # only those that are left can wait for each other
         comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     else:
