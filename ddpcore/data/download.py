@@ -16,18 +16,12 @@ from ddpcore.storage.limits import CIFAR_BYTES, plain
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file to download.
-
-    Attributes:
-        folder: where it is stored, relative to data_dir; the files of the first layout are also unpacked there, from
-            an archive.
-        layouts: lists of files relative to data_dir; if all files of one list exist, nothing is downloaded.
-    """
+    """A file to download. An archive is unpacked, too, into the files of the first of the layouts."""
 
     url: str
     md5: str
-    folder: str
-    layouts: tuple[tuple[str, ...], ...]
+    folder: str  # where it is stored, relative to data_dir
+    layouts: tuple[tuple[str, ...], ...]  # lists of files relative to data_dir; one that is complete is enough
 
 
 def _cifar(variant: cifar.Variant, archive: str, md5: str) -> tuple[Source, ...]:

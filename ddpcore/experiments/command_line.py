@@ -28,11 +28,7 @@ class ListOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Train the rows of a study, each with several seeds.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
+    """Train the rows of a study, each with several seeds."""
 
     EXAMPLE = "ddpcore experiments run saddle-escape --scale smoke --out runs/saddle"
 
@@ -92,11 +88,7 @@ COMMANDS = {"list": ListOptions, "run": RunOptions, "compare": CompareOptions, "
 
 
 def parse(argv: Sequence[str] | None) -> ListOptions | RunOptions | CompareOptions | LandscapeOptions:
-    """The options of the command that the first word names.
-
-    Raises:
-        ValueError: the words are no command; the message is one line.
-    """
+    """The options of the command that the first word names. ValueError, in one line: the words are no command."""
     parser = Parser(prog="ddpcore experiments", description="Published experiments: run them, compare them.")
     parser.example = RunOptions.EXAMPLE
     commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))

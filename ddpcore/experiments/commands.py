@@ -35,11 +35,7 @@ from ddpcore.storage.limits import shown
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run the command of these words, and return the exit code: 0, or 1 if a run failed.
-
-    Raises:
-        ValueError: the command is wrong.
-    """
+    """Run the command of these words. Returns 0, or 1 if a run failed. ValueError: the command is wrong."""
     commands: dict[type, Callable[[Any], int]] = {
         ListOptions: _list, RunOptions: _run, CompareOptions: _compare, LandscapeOptions: landscapes
     }  # fmt: skip

@@ -33,11 +33,7 @@ NUM_SAMPLES = 1000  # unless more or fewer are asked for
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeOptions:
-    """Draw the loss around the final models of runs of `ddpcore train`, over planes in weight space.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
+    """Draw the loss around the final models of runs of `ddpcore train`, over planes in weight space."""
 
     EXAMPLE = "ddpcore experiments landscape runs/ssgd runs/dpsgd --points 25"
 

@@ -33,26 +33,16 @@ from ddpcore.training.sections import StrategyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One row with one seed, see :class:`ddpcore.experiments.study.Row`.
+    """One row with one seed, see :class:`ddpcore.experiments.study.Row`."""
 
-    Attributes:
-        row: its name.
-        seed: of all random numbers, also in the config.
-        config: of the run.
-        path: its folder.
-        ranks: number of processes to start; 0 trains in the process that runs the study.
-        hosts, kill_rank: of the row.
-        recovered: the error of each rank failure from which the run resumed.
-    """
-
-    row: str
-    seed: int
-    config: TrainConfig
-    path: Path
-    ranks: int = 0
+    row: str  # its name
+    seed: int  # of all random numbers
+    config: TrainConfig  # with this seed
+    path: Path  # folder of the run
+    ranks: int = 0  # processes to start; 0 trains in the process that runs the study
     hosts: int = 1
     kill_rank: int | None = None
-    recovered: tuple[str, ...] = ()
+    recovered: tuple[str, ...] = ()  # the error of each rank failure from which the run resumed
 
     @property
     def place(self) -> str:

@@ -45,25 +45,16 @@ _LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting of a study, which is named by its name or its file.
-
-    Attributes:
-        layers: for each scale, sections of a :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
-        published: numbers of the source, by metric.
-        about: a description, if the name is not enough.
-        ranks: each learner is a process, not a virtual learner.
-        hosts: number of machines that the ranks emulate.
-        kill_rank: rank that is killed once, after the first checkpoint; the run then resumes from there.
-    """
+    """One setting of a study, which is named by its name or its file."""
 
     name: str
     study: str
-    layers: Mapping[str, Sequence[Mapping[str, Any]]]
-    published: Mapping[str, float]
-    about: str = ""
-    ranks: bool = False
-    hosts: int = 1
-    kill_rank: int | None = None
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]  # sections of a TrainConfig for each scale; later ones override
+    published: Mapping[str, float]  # numbers of the source, by metric
+    about: str = ""  # if the name is not enough
+    ranks: bool = False  # each learner is a process, not a virtual learner
+    hosts: int = 1  # machines that the ranks emulate
+    kill_rank: int | None = None  # is killed once, after the first checkpoint; the run then resumes
 
     def config(self, scale: str, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
         """The training run at a scale. ValueError: it is not valid; the message names the study and the row."""

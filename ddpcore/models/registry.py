@@ -45,11 +45,7 @@ class ModelRegistry(Registry[nn.Module]):
     """
 
     def spec(self, name: str) -> Spec:
-        """What the model of a name takes.
-
-        Raises:
-            ValueError: as :meth:`find`.
-        """
+        """What the model of a name takes. ValueError as :meth:`find`."""
         make = self.find(name)
         return Spec(
             input_shapes=tuple(tuple(shape) for shape in getattr(make, "input_shapes", ())),
@@ -59,12 +55,9 @@ class ModelRegistry(Registry[nn.Module]):
         )
 
     def check_input(self, name: str, input_shape: tuple[int, ...], tokens: bool | None = None) -> None:
-        """Raise ValueError, with the models that do, unless the model takes samples of this shape.
+        """Raise ValueError, with the models that do, unless the model takes samples of this shape, without the batch.
 
-        Args:
-            name: of the model.
-            input_shape: of one sample, without the batch.
-            tokens: whether they are tokens; None: as the model takes.
+        ``tokens`` says whether they are tokens; None: as the model takes.
         """
         spec = self.spec(name)
         tokens = spec.tokens if tokens is None else tokens
@@ -85,11 +78,7 @@ class ModelRegistry(Registry[nn.Module]):
     def build(self, name: str, *arguments: Any, **options: Any) -> nn.Module:
         """A new model on torch's default device; torch's seed decides its weights.
 
-        Args:
-            name: see :mod:`ddpcore.options.registry`.
-            arguments: none.
-            options: of the model; ``input_shape`` of one sample, without the batch, and ``num_classes``, both with the
-                model's own defaults.
+        The options are the model's, ``input_shape`` of one sample and ``num_classes``, both with the model's defaults.
 
         Raises:
             ValueError: no such model or option, the shape does not fit, there are fewer than 2 classes, or the model

@@ -150,13 +150,8 @@ class ByteTransformer(nn.Module):
 class Block(nn.Module):
     """Attention, then two linear layers with a GELU between them; each has a norm before it and a residual sum.
 
-    Args:
-        width: of a token.
-        num_heads: of attention.
-        mlp_width: hidden units of the two linear layers.
-        dropout: share of the outputs of attention, hidden and last layer that are set to zero in training.
-        drop_path: share of samples that skip the branches in training.
-        causal: a token attends only to itself and to the tokens before it.
+    ``dropout`` acts on attention, hidden and last layer. ``drop_path`` is the share of samples that skip the branches
+    in training. With ``causal`` a token attends only to itself and to the tokens before it.
     """
 
     def __init__(

@@ -18,37 +18,21 @@ from ddpcore.comm.base import Communicator
 
 @dataclass
 class Progress:
-    """Progress of a run. The sums of losses stay on the device, so that no step waits for it.
+    """Progress of a run. The sums of losses stay on the device, so that no step waits for it."""
 
-    Attributes:
-        epoch_loss_L: sum of the losses of the steps of this epoch.
-        window_loss_L: sum of the losses since the last :meth:`check`.
-        epoch_lost_L: steps of this epoch whose loss is not in ``epoch_loss_L``, because it was not finite.
-        window_lost_L: the same for ``window_loss_L``.
-        epoch_steps: number of steps in ``epoch_loss_L``.
-        window_steps: number of steps in ``window_loss_L``.
-        first_loss: loss of the first step, mean over all learners.
-        accuracy: of the last evaluation.
-        best: accuracy, epoch and step of the best evaluation.
-        epoch_seconds: seconds of training in this epoch.
-        seconds: :attr:`total_seconds` when this object was made: 0, or the value of a checkpoint.
-        diverged: whether the run has diverged.
-        reason: why, if a number that is not finite is the reason.
-    """
-
-    epoch_loss_L: Tensor
-    window_loss_L: Tensor
-    epoch_lost_L: Tensor
-    window_lost_L: Tensor
+    epoch_loss_L: Tensor  # sum of the losses of the steps of this epoch
+    window_loss_L: Tensor  # sum of the losses since the last check
+    epoch_lost_L: Tensor  # steps of this epoch whose loss is not in the sum, because it was not finite
+    window_lost_L: Tensor  # the same since the last check
     epoch_steps: int = 0
     window_steps: int = 0
-    first_loss: float | None = None
-    accuracy: float | None = None
-    best: dict[str, Any] | None = None
-    epoch_seconds: float = 0.0
-    seconds: float = 0.0
+    first_loss: float | None = None  # of the first step, mean over all learners
+    accuracy: float | None = None  # of the last evaluation
+    best: dict[str, Any] | None = None  # accuracy, epoch and step of the best evaluation
+    epoch_seconds: float = 0.0  # of training
+    seconds: float = 0.0  # total_seconds when this object was made: 0, or the value of a checkpoint
     diverged: bool = False
-    reason: str | None = None
+    reason: str | None = None  # of the divergence, if it is a number that is not finite
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter() - self.seconds

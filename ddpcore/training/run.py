@@ -109,9 +109,6 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
         out: the folder of the run, whose record has the config.
         dataset: used instead of the data set of the config.
 
-    Returns:
-        The record.
-
     Raises:
         ValueError: no such run is in progress there, this rank has other data, or the run can take no rank.
         RuntimeError: the run does not answer.
