@@ -51,12 +51,6 @@ class TrainOptions:
         if self.join and (self.settings or self.resume or self.world_size > 1):
             raise ValueError("--join takes all settings from the run in --out: leave everything else out")
 
-    @property
-    def folder(self) -> Path:
-        """``out``, which is given."""
-        assert self.out is not None
-        return self.out
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
@@ -64,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(TrainOptions, argv, prog=PROGRAM, description=TrainOptions.__doc__ or "")
         if options.fields is not None:
             return _print_fields(options.fields)
+        assert options.out is not None, "it is missing only with --fields"
         if options.join:
-            num = RunRecord.read(options.folder).header["config"]["strategy"]["learners"]
+            num = RunRecord.read(options.out).header["config"]["strategy"]["learners"]
             torch.set_num_threads(launch.threads_per_rank(num))
-            join_run(options.folder)
+            join_run(options.out)
         else:
-            _start(options)
+            _start(options, options.out)
         if (world := launch.torchrun_world()) is None or world.rank == 0:
-            print(f"{_summary(RunRecord.read(options.folder).final)}: ddpcore report {shown(options.folder)}")
+            print(f"{_summary(RunRecord.read(options.out).final)}: ddpcore report {shown(options.out)}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -101,11 +96,11 @@ def _print_fields(word: str) -> int:
     return 0
 
 
-def _start(options: TrainOptions) -> None:
+def _start(options: TrainOptions, out: Path) -> None:
     """Start the ranks of a run, and wait for its end."""
     torchrun = launch.torchrun_world()
     world_size = options.world_size if torchrun is None else torchrun.world_size
-    left = members_left(options.folder / CHECKPOINTS) if options.resume and world_size > 1 else None
+    left = members_left(out / CHECKPOINTS) if options.resume and world_size > 1 else None
     learners = world_size if left is None else left.first
     config = TrainConfig.from_dict(merged({"strategy": {"learners": learners}}, parse_settings(options.settings)))
     if left is not None and torchrun is None and len(left.members) != world_size:
@@ -119,7 +114,7 @@ def _start(options: TrainOptions) -> None:
     check_connection(config, world_size, num_hosts)
     launch.run(
         train_rank,
-        (config, options.folder, options.resume),
+        (config, out, options.resume),
         world_size=world_size,
         backend=backend,
         timeout=config.strategy.timeout,

@@ -28,10 +28,7 @@ from ddpcore.training.sections import (
     RunConfig,
     Section,
     StrategyConfig,
-    hints_of,
     key_of,
-    parts_of,
-    plain_fields,
     random_samples,
     table_of,
 )
@@ -246,11 +243,11 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 def _merged_section(section: type[Section], values: Any, overrides: Any) -> dict[str, Any]:
     old, new = table_of(section, values), table_of(section, overrides)
-    for part in parts_of(section):
+    for part in section.PARTS:
         default = _defaults()[section.KEY][part]
         if part == "name":
             if new.get("name", was := old.get("name", default)) != was:
-                old = {key: value for key, value in old.items() if key in plain_fields(section)}
+                old = {key: value for key, value in old.items() if key in section.PLAIN}
         elif part in new:
             before, after = (
                 one if isinstance(one, Mapping) else {"name": one} for one in (old.get(part, {}), new[part])
@@ -285,7 +282,7 @@ def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[s
         try:
             for key, value in section.arguments(table).items():
                 spelled = key_of(section, key)
-                check_value(spelled, typed(spelled, value, hints_of(section)[key]), items[key])
+                check_value(spelled, typed(spelled, value, section.HINTS[key]), items[key])
         except ValueError as error:
             raise ValueError(f"{what}: {error}" if what else str(error)) from None
 
@@ -305,7 +302,7 @@ def describe_fields(word: str = "") -> list[tuple[str, str]]:
         (key_of(section, item.name), described(item).replace("``", ""))
         for section in CLASSES.values()
         for item in fields(section)
-        if item.name in plain_fields(section)
+        if item.name in section.PLAIN
     ]
     return [(key, text) for key, text in found if word.lower() in f"{key} {text}".lower()]
 
