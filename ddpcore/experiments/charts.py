@@ -33,7 +33,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
     drawn = [
         row for row, cell in cells.items()
-        if cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
+        if cell["published"] is not None or any(_num_seeds(cell, run) for run in range(len(cell["measured"])))
     ]  # fmt: skip
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
@@ -84,7 +84,7 @@ def _line_charts(
     charts = []
     for run, label in enumerate(run_labels):
         own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
-        if any(_has_run(own[row], 0) for points in lines.values() for _, row in points):
+        if any(_num_seeds(own[row], 0) for points in lines.values() for _, row in points):
             chart = _line_chart(variable, lines, own, metric, [label])
             charts.append(replace(chart, title=f"{chart.title}, {label}", note=f"{label}. {chart.note}"))
     return charts
@@ -92,29 +92,25 @@ def _line_charts(
 
 def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
     series = []
-    runs_of = {
-        name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+    num_seeds = {
+        (name, run): max(_num_seeds(cells[row], run) for _, row in points)
         for name, points in lines.items()
+        for run in range(len(run_labels))
     }
-    bands = {
-        (name, run)
-        for name, points in lines.items()
-        for run in runs_of[name]
-        if any(_num_seeds(cells[row], run) > 1 for _, row in points)
-    }
+    bands = {line for line, num in num_seeds.items() if num > 1}
     if len(bands) > MOST_BANDS:
         bands.clear()
     for number, (name, points) in enumerate(lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
-        ran = runs_of[name]
+        ran = [run for run in range(len(run_labels)) if num_seeds[name, run]]
         if any(value is not None for value in printed):
             series.append(Series(
                 name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
                 group=_series_name(name, run_labels, ran[0]) if ran else "",
             ))  # fmt: skip
         for run in ran:
-            known = [(value, row) for value, row in points if _has_run(cells[row], run)]
+            known = [(value, row) for value, row in points if _num_seeds(cells[row], run)]
             y, low, high = _measured([cells[row] for _, row in known], run)
             series.append(Series(
                 name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
@@ -137,10 +133,6 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
         note=note,
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
-
-
-def _has_run(cell: Mapping[str, Any], run: int) -> bool:
-    return _num_seeds(cell, run) > 0
 
 
 def _num_seeds(cell: Mapping[str, Any], run: int) -> int:

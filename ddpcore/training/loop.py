@@ -216,17 +216,12 @@ class Loop:
             mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)], device="cpu")
         found.clear()
         everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
+        action = self.config.strategy.on_nonfinite
         events = [
-            NonFinite(
-                step=step,
-                learner=None if learner < 0 else learner,
-                parameter=names[index],
-                what="gradient",
-                action=self.config.strategy.on_nonfinite,
-            )
+            NonFinite(step, None if learner < 0 else learner, names[index], "gradient", action)
             for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
         ]
-        if self.config.strategy.on_nonfinite == "raise":  # all ranks end at the same step, as virtual learners do
+        if action == "raise":  # all ranks end at the same step, as virtual learners do
             self.progress.diverged, self.progress.reason = True, str(events[0])
         return [{"kind": "nonfinite", **asdict(event)} for event in events]
 
@@ -339,19 +334,15 @@ class Loop:
 
     def _try_to_save(self, members: tuple[int, ...]) -> bool:
         state = self.trainer.state_dict()
-        if not self.config.run.save_nonfinite:
-            is_bad = not is_finite(tensors_of(state))
-            bad_L = torch.full(
-                (len(self.comm.learners),), float(is_bad), device=self.placement.device, dtype=torch.float32
-            )
-            if bool(self.comm.gather(bad_L).any()):
-                if self.writer is not None:
-                    warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
-                return False
+        if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
+            if self.writer is not None:
+                warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
+            return False
         if self.checkpoints.members != members:
             return False
         # A run that resumes here does not compute these records again, so older events must stand before them.
-        self._write_rows(0 if self.config.strategy.on_nonfinite == "raise" else self._num_found())
+        raises = self.config.strategy.on_nonfinite == "raise"
+        self._write_rows(0 if raises else self._most(len(self.trainer.handle.nonfinite)))
         if self.writer is not None:
             self.writer.sync()
         best = self.progress.best
@@ -363,12 +354,10 @@ class Loop:
         )
         return True
 
-    def _num_found(self) -> int:
-        """The largest number of events of one rank that are not written yet. Collective."""
-        found_L = torch.full(
-            (len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)), dtype=torch.float32, device="cpu"
-        )
-        return int(self.comm.gather(found_L.to(self.placement.device)).max())
+    def _most(self, number: int) -> int:
+        """The largest number of any rank. Collective."""
+        mine_L = torch.full((len(self.comm.learners),), float(number), dtype=torch.float32, device="cpu")
+        return int(self.comm.gather(mine_L.to(self.placement.device)).max())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
