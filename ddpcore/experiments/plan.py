@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import Dataset
 from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
 from ddpcore.records.config import BOOKKEEPING
@@ -18,14 +17,12 @@ from ddpcore.storage.json_lines import to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
-    DATASET_FIELDS,
+    Datasets,
     LearnerPlacement,
     backend_here,
-    build_dataset,
     check_connection,
     check_parts,
     needs_ranks,
-    shape_options,
 )
 from ddpcore.training.memory import GiB, activation_bytes, model_bytes, num_states
 from ddpcore.training.sections import StrategyConfig
@@ -91,23 +88,6 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     return lines
 
 
-class Datasets:
-    """Builds the data set of a config, and reuses the last one if the next run needs the same."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._dataset: Dataset | None = None
-
-    def of(self, placement: LearnerPlacement) -> Dataset:
-        """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
-        config = placement.config
-        names = ("name", "options", *DATASET_FIELDS)
-        key = repr(shape_options(config)), config.run.seed, *(repr(getattr(config.data, name)) for name in names)
-        if self._dataset is None or key != self._key:
-            self._key, self._dataset = key, build_dataset(placement)
-        return self._dataset
-
-
 def make_plan(
     study: Study,
     folder: Folder,
@@ -127,7 +107,7 @@ def make_plan(
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    ranks = _ranks_of(chosen, {name: config.strategy.learners for name, config in configs.items()}, world_size)
+    ranks = _ranks_of(chosen, configs, world_size)
     count = num_seeds or study.seeds[scale]
     if count * len(chosen) > max_runs:
         asked = f"{count:,} seeds of {len(chosen)} rows are more than {max_runs:,} runs"
@@ -146,9 +126,8 @@ def make_plan(
         for seed in seeds
         for row in chosen
     ]
-    of_rows = {
+    of_rows = {  # the same for all seeds and machines
         row.name: {
-            # the same for all seeds and machines
             "config": configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
             "published": dict(row.published),
             "about": row.about,
@@ -171,8 +150,9 @@ def make_plan(
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
 
 
-def _ranks_of(rows: Sequence[Row], learners: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+def _ranks_of(rows: Sequence[Row], configs: Mapping[str, TrainConfig], world_size: int | None) -> dict[str, int]:
     """The number of ranks of each row, 0 for virtual learners of one process."""
+    learners = {name: config.strategy.learners for name, config in configs.items()}
     found = {row.name: learners[row.name] * row.ranks for row in rows}
     if world_size is None:
         return found

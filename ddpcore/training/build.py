@@ -122,17 +122,34 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
         **{name: getattr(config.data, name) for name in DATASET_FIELDS},
         download=config.data.download and first,
         verify=first,
-        **{**shape_options(config), **config.data.options},
+        **{**_shape_options(config), **config.data.options},
     )
 
 
-def shape_options(config: TrainConfig) -> dict[str, Any]:
+def _shape_options(config: TrainConfig) -> dict[str, Any]:
     """Options of the data set ``synthetic``: the shape of the model's samples. Other data sets need none."""
     if config.data.name != "synthetic":
         return {}
     spec = MODELS.spec(config.model.name)
     shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
     return {**shape, "num_classes": spec.num_classes}
+
+
+class Datasets:
+    """Builds the data set of a config, and reuses the last one if the next run needs the same."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._dataset: Dataset | None = None
+
+    def of(self, placement: LearnerPlacement) -> Dataset:
+        """The data set. ValueError as :func:`build_dataset`. Collective."""
+        config = placement.config
+        names = ("name", "options", *DATASET_FIELDS)
+        key = repr(_shape_options(config)), config.run.seed, *(repr(getattr(config.data, name)) for name in names)
+        if self._dataset is None or key != self._key:
+            self._key, self._dataset = key, build_dataset(placement)
+        return self._dataset
 
 
 def needs_ranks(config: TrainConfig) -> bool:
