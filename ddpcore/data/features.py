@@ -20,7 +20,10 @@ import torch
 from ddpcore.data.base import Dataset, Split
 from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, MiB, check_bytes, open_file, plain, read_file, shown
 
-ARRAYS = {"inputs": (np.dtype(np.float32), "[N, frames, features]"), "labels": (np.dtype(np.int64), "[N]")}
+ARRAYS: dict[str, tuple[np.dtype[Any], str]] = {
+    "inputs": (np.dtype(np.float32), "[N, frames, features]"),
+    "labels": (np.dtype(np.int64), "[N]"),
+}
 SUMS = "SHA256SUMS"
 _SUM = re.compile("([0-9a-f]{64}) [ *](.+)")
 

@@ -217,10 +217,10 @@ class Loop:
         found.clear()
         everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
         action = self.config.strategy.on_nonfinite
-        events = [
-            NonFinite(step, None if learner < 0 else learner, names[index], "gradient", action)
-            for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
-        ]
+        events = []
+        for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0}):
+            whose = None if learner < 0 else learner
+            events.append(NonFinite(step=step, learner=whose, parameter=names[index], what="gradient", action=action))
         if action == "raise":  # all ranks end at the same step, as virtual learners do
             self.progress.diverged, self.progress.reason = True, str(events[0])
         return [{"kind": "nonfinite", **asdict(event)} for event in events]
