@@ -100,7 +100,7 @@ def make_plan(
     max_runs: int = NUM_RUNS,
     world_size: int | None = None,
 ) -> RunPlan:
-    """The jobs of a study, see :class:`ddpcore.experiments.command_line.RunOptions` for the arguments.
+    """The jobs of a study, see ``RunOptions`` of ``ddpcore.experiments.commands`` for the arguments.
 
     Raises:
         ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
