@@ -1,24 +1,18 @@
-"""How a new rank finds a run in progress, and what it needs to know of it: the address of its store, the progress."""
+"""How a new rank finds a run in progress: the address of its store."""
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ddpcore.comm.base import Communicator
 from ddpcore.records.run import ADDRESS
 from ddpcore.storage.json_lines import read_json, write_json
 from ddpcore.storage.limits import shown
-from ddpcore.training.progress import Progress
 
 CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
-_BYTES = 4096  # of the message to a new rank
 
 
 def write_address(out: Path) -> None:
@@ -48,21 +42,3 @@ def store_of(out: Path) -> dist.Store:
             f"{shown(out)}: the store at {address['host']}:{address['port']} does not answer: the run has ended, or "
             "this is another machine and the run was not started by torchrun"
         ) from error
-
-
-def share_progress(comm: Communicator, progress: Progress, writer: int, new: int) -> int:
-    """In the step in which the rank ``new`` joins: give it the progress of the run, and the id of the ``writer``.
-
-    Collective over the members, the new one among them, whose ``writer`` may be any value. Returns the id of the rank
-    that writes the record.
-    """
-    text = json.dumps({"writer": writer, **progress.shared()}).encode()
-    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
-    if comm.member != new:
-        return writer
-    assert comm.membership is not None
-    given = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
-    content: dict[str, Any] = json.loads(bytes(given.tolist()))
-    writer = content.pop("writer")
-    progress.take(content)
-    return writer

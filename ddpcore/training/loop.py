@@ -19,7 +19,6 @@ from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.learner import NonFinite, NonFiniteError, is_finite
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
-from ddpcore.training.joining import share_progress
 from ddpcore.training.progress import Progress
 from ddpcore.training.run_writer import RunWriter, warn
 from ddpcore.training.statistics import Measurements, flatness_of
@@ -190,7 +189,7 @@ class Loop:
         joined = [change.joined[0] for change in changes if change.joined]
         if self.joins or joined:
             new = joined[-1] if self.comm.member is None or not self.joins else self.comm.member
-            self._writer = share_progress(self.comm, self.progress, self._writer, new)
+            self._writer = self.progress.share(self.comm, self._writer, new)
             self.joins = False
 
     def _is_over(self) -> bool:

@@ -5,6 +5,7 @@ Shapes: L learners of this process, n learners in all.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass, fields
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ddpcore.comm.base import Communicator
+
+_BYTES = 4096  # of the message to a rank that joins
 
 
 @dataclass
@@ -100,18 +103,28 @@ class Progress:
         self.best = {"accuracy": accuracy, "epoch": epoch, "step": step}
         return True
 
-    def shared(self) -> dict[str, Any]:
-        """What is the same on all ranks, for a rank that joins."""
-        names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
-        return {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
+    def share(self, comm: Communicator, writer: int, new: int) -> int:
+        """In the step in which the rank ``new`` joins: give it the progress of the run, and the id of the ``writer``.
 
-    def take(self, shared: dict[str, Any]) -> None:
-        """Adopt the progress of the run to join; steps before joining count as lost."""
-        for name, value in shared.items():
+        Collective over the members, the new one among them, whose ``writer`` may be any value. For it, steps before
+        joining count as lost. Returns the id of the rank that writes the record.
+        """
+        names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
+        mine = {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
+        text = json.dumps({"writer": writer, **mine}).encode()
+        rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
+        if comm.member != new:
+            return writer
+        assert comm.membership is not None
+        row = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
+        given: dict[str, Any] = json.loads(bytes(row.tolist()))
+        writer = given.pop("writer")
+        for name, value in given.items():
             setattr(self, name, value)
         self.epoch_lost_L.fill_(self.epoch_steps)
         self.window_lost_L.fill_(self.window_steps)
         self._started = time.perf_counter() - self.seconds
+        return writer
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""
