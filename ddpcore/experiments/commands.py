@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass
@@ -19,7 +18,7 @@ from ddpcore.experiments.charts import plot_comparison
 from ddpcore.experiments.compare import compare
 from ddpcore.experiments.landscapes import LandscapeOptions, landscapes
 from ddpcore.experiments.plan import RunPlan, backend_of, check_data, check_folder, cost_of, make_plan
-from ddpcore.experiments.run import run, run_in_torchrun
+from ddpcore.experiments.run import run, run_in_torchrun, warn
 from ddpcore.experiments.study import SCALES
 from ddpcore.experiments.tables import markdown, print_comparison, run_label
 from ddpcore.options.command_line import Parser, add_flags
@@ -141,7 +140,7 @@ def _run(options: RunOptions) -> int:
         print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
-        folder.begin(plan.manifest, _warn)
+        folder.begin(plan.manifest, warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
         run(plan, folder, datasets, options.jobs)
@@ -161,22 +160,12 @@ def _run_in_torchrun(world: launch.World, plan: RunPlan, folder: Folder, options
         what = f"row {others[0]} does not run on them" if others else "--jobs starts processes"
         raise ValueError(f"torchrun has started {world.world_size} ranks, and {what}: leave it out")
     check_data(plan, Datasets())
-
-    def begin() -> set[tuple[str, int]]:
-        check_folder(folder.path, plan.manifest, options.resume)
-        folder.begin(plan.manifest, _warn)
-        return folder.finished()
-
     with locked(folder.path) if world.rank == 0 else nullcontext():
-        backend = backend_of(plan.jobs[0])
-        launch.run(run_in_torchrun, (plan.jobs, begin, folder), world_size=world.world_size, backend=backend)
+        arguments, backend = (plan, folder, options.resume), backend_of(plan.jobs[0])
+        launch.run(run_in_torchrun, arguments, world_size=world.world_size, backend=backend)
     if world.rank == 0:
         print(f"finished: ddpcore experiments compare {shown(folder.path)}")
     return 0
-
-
-def _warn(line: str) -> None:
-    print(f"ddpcore experiments: {line}", file=sys.stderr, flush=True)
 
 
 def _compare(options: CompareOptions) -> int:
@@ -187,7 +176,7 @@ def _compare(options: CompareOptions) -> int:
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         for problem in comparison["problems"]:
-            _warn(f"{problem}: the rest is kept")
+            warn(f"{problem}: the rest is kept")
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:

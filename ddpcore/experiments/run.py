@@ -6,9 +6,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.experiments.metrics import curves_of, metrics_of
-from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
+from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_folder
 from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
@@ -126,23 +127,25 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         LearnerPlacement.of(job.config, world).barrier(f"the end of {job.row}")
 
 
-def run_in_torchrun(
-    world: World, jobs: Sequence[Job], begin: Callable[[], set[tuple[str, int]]], folder: Folder
-) -> None:
-    """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study.
-
-    There ``begin`` begins the folder, and returns its finished runs.
-    """
+def run_in_torchrun(world: World, plan: RunPlan, folder: Folder, resume: bool) -> None:
+    """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study."""
     news: list[Any] = [None]
     if world.rank == 0:
         try:
-            news = [begin()]
+            check_folder(folder.path, plan.manifest, resume)
+            folder.begin(plan.manifest, warn)
+            news = [folder.finished()]
         except ValueError as error:
             news = [str(error)]
     dist.broadcast_object_list(news)
     if isinstance(news[0], str):
         raise ValueError(news[0])
-    _work(world, [job for job in jobs if (job.row, job.seed) not in news[0]], folder)
+    _work(world, [job for job in plan.jobs if (job.row, job.seed) not in news[0]], folder)
+
+
+def warn(line: str) -> None:
+    """Print a line on standard error."""
+    print(f"ddpcore experiments: {line}", file=sys.stderr, flush=True)
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
