@@ -186,7 +186,7 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
 
 def check_claim(predicate: str, rows: Sequence[str] | None = None) -> None:
     """Raise ValueError unless the text is a predicate over these rows (None: any) and :data:`METRICS`."""
-    claims.check(predicate, rows, tuple(METRICS))
+    claims.check(predicate, rows, METRICS)
 
 
 def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:
