@@ -49,14 +49,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
 
 
 def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
-    """The lines of an entry ``[[charts]]``, with the rows that ``configs`` has.
-
-    Args:
-        spec: ``x``, the variable: a field of the configs, such as ``optimizer.momentum``. ``lines``: for the
-            name of each line the names of its rows, or patterns. Or ``by``, a field: rows that are alike in it are one
-            line. With ``values``, ``x`` is only the name of the axis, and ``{x}`` in the name of a row stands for each.
-        configs: of each row.
-    """
+    """The lines of an entry ``[[charts]]``, which docs/experiments.md explains, with the rows that ``configs`` has."""
     by_name: dict[str, list[tuple[Any, str]]] = {}
     for value in spec.get("values", (None,)):
         for row in configs:

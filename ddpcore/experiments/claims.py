@@ -1,18 +1,7 @@
 """Published claims as predicates over rows: ``mean("lars-8192") > mean("sgdm-8192") + 5``.
 
-A predicate is a Python expression of numbers, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and the functions
-below. Its syntax tree is evaluated here, node by node; Python never runs the text.
-
-- ``mean(row)``, ``min(row)``, ``max(row)``, ``std(row)``: over seeds, of the study's first metric or of the metric in
-  a second argument, as in ``mean("single", "seconds")``. ``std`` divides by the number of seeds minus one.
-- ``abs(number)``.
-- ``diverged(row)``: whether every seed diverged.
-- ``all_seeds(condition)``: whether the condition holds for each seed that all its rows have. Inside, ``value(row)`` is
-  the number of that seed.
-- ``count(condition)``: the number of these seeds for which the condition holds. A seed that lacks one of the numbers,
-  because its run diverged or did not get so far, does not count.
-- ``paired(row, other)``: the two-sided p-value of Wilcoxon's signed-rank test on the differences between two rows, seed
-  by seed. It needs six seeds that both rows have, and does not show which row is larger.
+A predicate is a Python expression of numbers, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and the functions of
+docs/experiments.md. Its syntax tree is evaluated here, node by node; Python never runs the text.
 """
 
 from __future__ import annotations
