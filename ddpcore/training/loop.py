@@ -28,14 +28,8 @@ from ddpcore.training.trainer import Trainer
 class StepRecorder:
     """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
 
-    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``batch_size`` of a complete batch,
-    if it grows in the run; ``seconds`` since the last step ended (without evaluations, checkpoints and checks of
-    the loss); ``exposed``, the seconds in which the rank averaged or waited for others and did nothing else;
-    ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
-    yet needed, so that at most this much communication was hidden; ``forward`` and ``backward``, the seconds of own
-    work in these passes; and ``waits``, the seconds that it waited for each other rank (only over shared memory). With
-    ``ddp``, ``exposed`` is the wait at the end of the backward pass, and ``overlapped`` is None. On a GPU each step
-    waits for the device, so that the times are the work's, not its start's.
+    docs/report.md explains the keys of a line. On a GPU each step waits for the device, so that the times are the
+    work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
