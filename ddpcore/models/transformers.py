@@ -13,7 +13,7 @@ from ddpcore.options.typed import check_range
 class ViT(nn.Module):
     """Patches, a class token, learned positions and pre-norm transformer blocks; the class token gives the logits.
 
-    Inputs [B, channels, H, W] to logits [B, C]. The defaults have 811146 parameters for 3 x 32 x 32 and 10 classes.
+    Inputs [B, channels, H, W] to logits [B, C].
 
     Args:
         patch_size: side of a patch in pixels; divides H and W.
@@ -98,13 +98,8 @@ class ByteTransformer(nn.Module):
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
     ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, which is
     ``input_shape[0]``. The logits at a place depend only on the bytes up to there. Embeddings start normal with
-    standard deviation 0.02, and linear layers as in torch. The defaults have 137216 parameters.
-
-    Args:
-        width: of a token; a multiple of num_heads.
-        depth: number of blocks.
-        num_heads: of attention.
-        mlp_width: hidden units of a block's two linear layers.
+    standard deviation 0.02, and linear layers as in torch. ``width``, ``depth``, ``num_heads`` and ``mlp_width`` are as
+    in :class:`ViT`.
 
     ValueError if a size is below 1, the width is no multiple of num_heads, or T is above the context.
     """
