@@ -102,8 +102,7 @@ def make_plan(
 ) -> RunPlan:
     """The jobs of a study, see ``RunOptions`` of ``ddpcore.experiments.commands`` for the arguments.
 
-    Raises:
-        ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
+    ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
@@ -199,24 +198,18 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
             check_connection(job.config, job.ranks, job.hosts)
-            if not job.ranks:
-                _check_one_process(job)
+            strategy = job.config.strategy
+            for name, value, none in (
+                ("strategy.link", strategy.link, None),
+                ("strategy.transport", strategy.transport, StrategyConfig.transport),
+                ("hosts", job.hosts, 1),
+            ):
+                if value != none and not job.ranks:
+                    raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
+            if needs_ranks(job.config) and not job.ranks:
+                raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
-
-
-def _check_one_process(job: Job) -> None:
-    """Raise ValueError if a job without ranks has settings that only ranks have, or needs ranks."""
-    strategy = job.config.strategy
-    for name, value, none in (
-        ("strategy.link", strategy.link, None),
-        ("strategy.transport", strategy.transport, StrategyConfig.transport),
-        ("hosts", job.hosts, 1),
-    ):
-        if value != none:
-            raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
-    if needs_ranks(job.config):
-        raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
 
 
 def backend_of(job: Job) -> str:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _start(options, options.out)
         if (world := launch.torchrun_world()) is None or world.rank == 0:
-            print(f"{_summary(RunRecord.read(options.out).final)}: ddpcore report {shown(options.out)}")
+            final = RunRecord.read(options.out).final
+            accuracy = "no test split" if final["accuracy"] is None else f"accuracy {100 * final['accuracy']:.2f} %"
+            ended = "diverged at" if final["diverged"] else "finished"
+            print(f"{ended} step {final['step']}, {accuracy}: ddpcore report {shown(options.out)}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -120,13 +122,6 @@ def _start(options: TrainOptions, out: Path) -> None:
         timeout=config.strategy.timeout,
         on_failure=config.strategy.on_failure,
     )
-
-
-def _summary(final: dict[str, Any]) -> str:
-    """The end of a run in one line."""
-    accuracy = final["accuracy"]
-    reached = "no test split" if accuracy is None else f"accuracy {100 * accuracy:.2f} %"
-    return f"{'diverged at' if final['diverged'] else 'finished'} step {final['step']}, {reached}"
 
 
 if __name__ == "__main__":

@@ -230,10 +230,8 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     """Sections of a config, all or some, with overrides, key by key.
 
     If a part itself changes, its old options are dropped; the other fields of its section stay. ``run.steps`` replaces
-    ``run.epochs``, and the other way round. A mapping among the options of a part is replaced as a whole.
-
-    Raises:
-        ValueError: a section is no table.
+    ``run.epochs``, and the other way round. A mapping among the options of a part is replaced as a whole. ValueError: a
+    section is no table.
     """
     result = dict(values)
     for name, more in overrides.items():

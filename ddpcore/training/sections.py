@@ -366,8 +366,7 @@ _KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random dr
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
     """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
 
-    Raises:
-        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
+    ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
     """
     total = len(dataset.train)
     if not least <= num <= total:
