@@ -16,6 +16,7 @@ COMMANDS = {
         ("doctor",),
         "what is wrong with these hosts and their network, and which strategy suits",
     ),
+    "launch": ("ddpcore.integrations.slurm", (), "write or submit a Slurm job that runs a command of ddpcore"),
     "bench": ("ddpcore.bench", (), "compare strategies, optimizers, bucket sizes and transports on this machine"),
     "train": ("ddpcore.training", (), "a whole training run from one config"),
     "experiments": ("ddpcore.experiments", (), "repeat published studies, and compare with their numbers"),

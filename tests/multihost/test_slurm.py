@@ -1,4 +1,4 @@
-"""``examples/slurm_train.sh`` on a Slurm cluster of two hosts: the job runs, is requeued, and goes on."""
+"""The job of ``ddpcore launch --slurm`` on a Slurm cluster of two hosts: it runs, is requeued, and goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from helpers import hosts, ranks, slurm_host
 pytestmark = pytest.mark.slow
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
-SCRIPT = ranks.ROOT / "examples" / "slurm_train.sh"
 HELPER = ranks.HERE / "slurm_host.py"
 FIELDS = {
     "model": "mlp",
@@ -28,7 +27,7 @@ FIELDS = {
     "strategy": {"name": "dpsgd", "learners": 2},
     "run": {"epochs": 60},
 }
-TRAIN = ("--out", "first", "model=mlp", "data=digits", "data.batch_size=100", "strategy=dpsgd")
+TRAIN = ("train", "--out", "first", "model=mlp", "data=digits", "data.batch_size=100", "strategy=dpsgd")
 TRAIN += ("strategy.transport=pg", "run.epochs=60")
 
 
@@ -51,7 +50,7 @@ def test_a_requeued_job_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -
     work.mkdir()
     slurm_host.write_config(folder, 2)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
-    environment = ranks.environment() | {"PATH": path, "RANKS": "1"}
+    environment = ranks.environment() | {"PATH": path}
     del environment["GLOO_SOCKET_IFNAME"]  # loopback, which two hosts do not share
     with hosts.networks(2) as keepers, ExitStack() as stack:
 
@@ -73,7 +72,8 @@ def test_a_requeued_job_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -
             stack.callback(daemon.terminate)
         await_that(lambda: "Running as primary" in text(folder / "ctld.log"), "the controller starts")
         await_that(lambda: ask("sinfo", "--noheader", "-o", "%T %D").split() == ["idle", "2"], "two idle nodes")
-        job = ask("sbatch", "--nodes", "2", str(SCRIPT), *TRAIN).split()[-1]
+        submit = ("--slurm", "--nodes", "2", "--ranks", "1", "--submit", "--", *TRAIN)
+        job = ask(sys.executable, "-m", "ddpcore", "launch", *submit).split()[-1]
         record, log = work / "first" / "record.jsonl", work / f"slurm-{job}.out"
 
         def epochs() -> int:
