@@ -101,7 +101,7 @@ check-sanitizers: $(TOOLED)
 	@tools/system_packages
 	PY=$(PY) tools/check_sanitizers
 
-# Fuzzes the readers of files from strangers: make fuzz ARGS="npz hdf5 --seconds 3600". Needs atheris.
+# Fuzzes the readers of files from strangers: make fuzz ARGS="npz surface --seconds 3600". Needs atheris.
 fuzz: build $(TOOLED)
 	@$(PY) -c 'import atheris' 2> /dev/null || [ "$(PY)" != .venv/bin/python ] || $(PY) -m pip install -q -c constraints.txt atheris
 	@$(PY) tests/fuzz/fuzz.py $(ARGS)
@@ -156,7 +156,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q --no-compile "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --no-compile --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q --no-compile -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py tensorboard matplotlib jinja2 plotly
+	.venv/bin/pip install -q --no-compile -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py matplotlib jinja2 plotly
 	@touch $@
 
 # What tests, documentation and releases need besides.

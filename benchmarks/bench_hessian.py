@@ -24,7 +24,8 @@ def contenders(name: str, num_samples: int) -> list[Callable[[], object]]:
     spec = MODELS.spec(name)
     torch.manual_seed(0)
     model = MODELS.build(name).eval()
-    data = DataLoss(model, F.cross_entropy, [spec.random_batch(num_samples)])
+    batch = torch.randn(num_samples, *spec.input_shapes[0]), torch.randint(spec.num_classes, (num_samples,))
+    data = DataLoss(model, F.cross_entropy, [batch])
     hessian = Hessian(model, data)
     vectors = torch.randn(8, hessian.numel)
     hessian.product(vectors)  # chooses vmap or a loop

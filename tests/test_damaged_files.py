@@ -26,7 +26,6 @@ from ddpcore.storage.json_lines import read_lines, write_json, write_lines
 from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training.checkpoint import Checkpoints
 
-pytest.importorskip("h5py")
 pytest.importorskip("safetensors")
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "saddle-escape"
@@ -119,20 +118,13 @@ def read_checkpoints(folder: Path) -> Read:
     return Read([number for number in (1, 2) if number <= step], said)
 
 
-def write_features(folder: Path, suffix: str) -> None:
+def write_features(folder: Path) -> None:
     rng = np.random.default_rng(3)
     values = {"inputs": rng.standard_normal((6, 2, 3)).astype(np.float32), "labels": np.arange(6, dtype=np.int64)}
-    path = folder / "train" / f"a.{suffix}"
+    path = folder / "train" / "a.npz"
     path.parent.mkdir(parents=True)
-    if suffix == "npz":
-        np.savez_compressed(path, **values)
-    else:
-        import h5py
-
-        with h5py.File(path, "w") as file:
-            for name, value in values.items():
-                file[name] = value
-    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  train/a.{suffix}\n")
+    np.savez_compressed(path, **values)
+    (folder / "SHA256SUMS").write_text(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  train/a.npz\n")
 
 
 def read_features(folder: Path) -> Read:
@@ -150,8 +142,7 @@ KINDS = {
     "bench": Kind("bench.json", write_bench, lambda folder: Read([read_bench(folder / "bench.json").result], [])),
     "checkpoint": Kind(f"{LAST}/rank-0.safetensors", write_checkpoints, read_checkpoints),
     "checkpoint's manifest": Kind(f"{LAST}/manifest.json", write_checkpoints, read_checkpoints),
-    "npz": Kind("train/a.npz", lambda folder: write_features(folder, "npz"), read_features),
-    "hdf5": Kind("train/a.h5", lambda folder: write_features(folder, "h5"), read_features),
+    "npz": Kind("train/a.npz", write_features, read_features),
 }
 
 

@@ -46,7 +46,7 @@ def without(*packages: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def bare() -> dict[str, Any]:
     """What a process finds without any of the packages."""
-    assert {"scipy", "rich", "safetensors", "pynvml", "matplotlib", "pooch", "h5py", "tensorboard"} <= BLOCKED
+    assert {"scipy", "rich", "safetensors", "pynvml", "matplotlib", "pooch", "h5py"} <= BLOCKED
     return without(*sorted(BLOCKED))
 
 
@@ -103,4 +103,4 @@ def test_every_package_that_the_code_names_is_in_that_extra() -> None:
                     checked.add(package)
     # rich is left out: without it, progress is shown as lines.
     trainers = {"lightning", "transformers", "accelerate"}
-    assert checked == {"scipy", "safetensors", "pooch", "h5py", "tensorboard", "matplotlib", *trainers}
+    assert checked == {"scipy", "safetensors", "pooch", "h5py", "matplotlib", *trainers}

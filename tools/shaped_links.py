@@ -7,7 +7,7 @@ larger network. Utilisation is the time of the same steps without communication,
 ``--scale 10`` takes a tenth of the weights and of the bandwidth, so that all times stay and the processor has a tenth
 of the bytes to copy. The default model is the one of github.com/Adnan082/diloco-measured.
 
-``PYTHONPATH=. python tools/shaped_links.py --scale 10 --json benchmarks/results/shaped_links_cpu.jsonl``
+``PYTHONPATH=.:tests python tools/shaped_links.py --scale 10 --json benchmarks/results/shaped_links_cpu.jsonl``
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import nn
 import ddpcore
 from ddpcore.bench.step_model import Compute, Step, Transfer, predict
 from ddpcore.comm import Link
-from ddpcore.experiments import hosts
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
+from helpers import hosts
 
 NUM_RANKS = 4
 PARAMETERS, STEP_MS = 30_846_720, 25.3  # of diloco-measured, four L40S

@@ -26,7 +26,7 @@ from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.topology.base import Topology
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import check_settings, merged
-from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig, plain_fields
+from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
 # What differs from the defaults of a TrainConfig, in all benches and in those of large models.
@@ -120,13 +120,13 @@ class BenchConfig(Options):
         strategies = self.strategies or DEFAULT_STRATEGIES
         options = [option for name in strategies for option in STRATEGIES.options(name)]
         for key in values.get("strategy", ()):
-            if key not in (*options, *plain_fields(StrategyConfig)):
+            if key not in (*options, *StrategyConfig.PLAIN):
                 raise ValueError(
                     f"no strategy of {', '.join(strategies)} has the option {key!r}: {suggest(key, options)}"
                 )
         if "name" not in values["data"]:
             spec = MODELS.spec(values["model"]["name"])
-            known = plain_fields(DataConfig)
+            known = DataConfig.PLAIN
             takes_digits = spec.fits((1, 8, 8)) and all(key in known for key in values["data"])
             name = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
             values["data"] = {**values["data"], "name": name}
@@ -160,7 +160,7 @@ class BenchConfig(Options):
             ValueError: the settings do not fit together.
         """
         without_us = is_baseline(strategy)
-        of_all, fields = self.values.get("strategy", {}), plain_fields(StrategyConfig)
+        of_all, fields = self.values.get("strategy", {}), StrategyConfig.PLAIN
         left_out = (*_OF_RANKS, *(("on_nonfinite", "policies") if without_us else ()))
         own = {key: value for key, value in of_all.items() if key in fields and key not in left_out}
         known = STRATEGIES.options(strategy)

@@ -49,8 +49,7 @@ def load_python_text(context: int = 64) -> Dataset:
     The training split has the files of ``TRAIN_MODULES``, the test split the files of ``TEST_MODULES``. No file is in
     both. Windows of a file follow each other without a gap. The bytes after its last whole window are left out.
 
-    Other versions of Python have other text. The record of a run has the digest of its data (:meth:`Dataset.digest`)
-    and the version of Python. Compare only runs with the same digest.
+    Other versions of Python have other text: compare only runs whose data have the same :meth:`Dataset.digest`.
 
     Raises:
         ValueError: the context is below 1, a source file of the standard library is missing, or a file is shorter than

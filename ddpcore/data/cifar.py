@@ -23,25 +23,17 @@ IMAGE_BYTES = 3072  # a red, a green and a blue plane; each plane is stored row 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The files of CIFAR-10 or CIFAR-100. The names are those in the archives and in torchvision.
-
-    Attributes:
-        train: names of the training files; the binary files have ``.bin`` after these names.
-        test: name of the test file, by the same rule.
-        label_bytes: number of bytes before each image of a binary file; the last of these bytes is the label.
-        label_key: key of the labels in a pickle.
-        md5: checksums of the pickles, as torchvision publishes them. Other pickles are not read.
-    """
+    """The files of CIFAR-10 or CIFAR-100. The names are those in the archives and in torchvision."""
 
     name: str
     num_classes: int
     python_folder: str
     binary_folder: str
-    train: tuple[str, ...]
+    train: tuple[str, ...]  # files; the binary ones have .bin after these names
     test: str
-    label_bytes: int
-    label_key: str
-    md5: Mapping[str, str]
+    label_bytes: int  # before each image of a binary file; the last of these bytes is the label
+    label_key: str  # of the labels in a pickle
+    md5: Mapping[str, str]  # of the pickles, as torchvision publishes it; other pickles are not read
     normalization: Normalization
 
     @property
@@ -174,5 +166,5 @@ def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
 
 def _read(path: Path, max_bytes: int) -> tuple[bytes, str]:
     """The content of a file, and its path for a message."""
-    file = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
-    return file.content, shown(file.path)
+    found, content = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
+    return content, shown(found)

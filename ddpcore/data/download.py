@@ -16,18 +16,12 @@ from ddpcore.storage.limits import CIFAR_BYTES, plain
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file to download.
-
-    Attributes:
-        folder: where it is stored, relative to data_dir; the files of the first layout are also unpacked there, from
-            an archive.
-        layouts: lists of files relative to data_dir; if all files of one list exist, nothing is downloaded.
-    """
+    """A file to download. An archive is unpacked, too, into the files of the first of the layouts."""
 
     url: str
     md5: str
-    folder: str
-    layouts: tuple[tuple[str, ...], ...]
+    folder: str  # where it is stored, relative to data_dir
+    layouts: tuple[tuple[str, ...], ...]  # lists of files relative to data_dir; one that is complete is enough
 
 
 def _cifar(variant: cifar.Variant, archive: str, md5: str) -> tuple[Source, ...]:
@@ -35,15 +29,21 @@ def _cifar(variant: cifar.Variant, archive: str, md5: str) -> tuple[Source, ...]
     return (Source(url=url, md5=md5, folder="", layouts=variant.layouts),)
 
 
+_MNIST = (
+    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "d53e105ee54ea40749a09fcbcd1e9432",
+    "9fb629c4189551a2d022fa330f9573f3",
+    "ec29112dd5afa0611ce80d1b7f02629c",
+)
 SOURCES = {
     "mnist": tuple(
         Source(
             url=f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz",
-            md5=mnist.MD5[f"{name}.gz"],
+            md5=md5,
             folder="MNIST/raw",
             layouts=((f"MNIST/raw/{name}",), (f"MNIST/raw/{name}.gz",)),
         )
-        for name in mnist.FILES
+        for name, md5 in zip(mnist.FILES, _MNIST, strict=True)
     ),
     "cifar10": _cifar(cifar.CIFAR10, "cifar-10-python", "c58f30108f718f92721af3b95e74349a"),
     "cifar100": _cifar(cifar.CIFAR100, "cifar-100-python", "eb9058c3a382ffc7106e4002c42a8d85"),

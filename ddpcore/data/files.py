@@ -1,25 +1,13 @@
-"""Files of a data set: plain or gzipped, with one-line errors and a check of their MD5."""
+"""Files of a data set: plain or gzipped, with one-line errors."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
-import warnings
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ddpcore.storage.limits import DATA_LIMIT, MiB, check_bytes, read_file, shown
-
-
-class File(NamedTuple):
-    """A file that was read: its path, its unpacked content, and its bytes as stored (perhaps gzipped)."""
-
-    path: Path
-    content: bytes
-    stored: bytes
 
 
 def find(path: Path) -> Path | None:
@@ -27,8 +15,8 @@ def find(path: Path) -> Path | None:
     return next((found for found in (path, path.with_name(path.name + ".gz")) if found.exists()), None)
 
 
-def read(path: Path, advice: str, max_bytes: int) -> File:
-    """Read a file or, if there is none, unpack its ``.gz``.
+def read(path: Path, advice: str, max_bytes: int) -> tuple[Path, bytes]:
+    """Path and content of a file or, if there is none, of its ``.gz``, unpacked.
 
     ValueError if both are missing (the message ends with the advice), or the file is unreadable, no regular file, a
     corrupt gzip, or has more than ``max_bytes``, unpacked; no more than that is ever unpacked.
@@ -38,7 +26,7 @@ def read(path: Path, advice: str, max_bytes: int) -> File:
         raise ValueError(f"{shown(path)}: no such file, nor its .gz, {advice}")
     try:
         stored = read_file(found, max_bytes, DATA_LIMIT)
-        return File(found, stored if found == path else _unpack(found, stored, max_bytes), stored)
+        return found, stored if found == path else _unpack(found, stored, max_bytes)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{shown(found)}: corrupt gzip ({error}), fetch it again") from error
     except OSError as error:
@@ -53,14 +41,3 @@ def _unpack(path: Path, stored: bytes, max_bytes: int) -> bytes:
             unpacked += piece
             check_bytes(path, len(unpacked), max_bytes, DATA_LIMIT, "it unpacks to at least")
     return bytes(unpacked)
-
-
-def compare(file: File, md5: Mapping[str, str]) -> None:
-    """Warn if the MD5 of a file is not the canonical one of its name."""
-    expected = md5.get(file.path.name)
-    if expected is None:
-        return
-    actual = hashlib.md5(file.stored, usedforsecurity=False).hexdigest()
-    if actual != expected:
-        text = f"MD5 {actual} is not {expected}, the MD5 of the canonical file: it is used nevertheless"
-        warnings.warn(f"{shown(file.path)}: {text}", stacklevel=2)

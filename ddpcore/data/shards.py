@@ -200,12 +200,12 @@ class ShardedBatches:
             return torch.from_numpy(np.stack(rows))
         if self.sampler == SAMPLERS[0]:
             order, learners = _permuted(self.num_samples, self.seed, epoch), self.num_learners
-            chosen = order[start * learners : (start + share) * learners].reshape(learners, -1)
+            chosen = order[start * learners : (start + share) * learners]
             if self.sizes:
-                row, column = np.divmod(np.arange(learners * max(self.sizes)), max(self.sizes))
-                is_taken = (column < np.take(self.sizes, row)).reshape(learners, -1)
-                chosen, flat = np.full(is_taken.shape, -1, dtype=np.int64), chosen.ravel()
-                chosen[is_taken] = flat
+                rows = np.split(chosen, np.cumsum(self.sizes)[:-1])
+                rows = [np.pad(row, (0, max(self.sizes) - len(row)), constant_values=-1) for row in rows]
+                return torch.from_numpy(np.stack(rows))
+            chosen = chosen.reshape(learners, -1)
         else:
             chosen = _order(self, epoch)[:, start : start + share]
         return torch.from_numpy(chosen.copy())  # because the cached array must not change

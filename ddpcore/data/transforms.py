@@ -31,16 +31,6 @@ class Normalization:
             )
         check_range("Normalization: a std", min(self.std), above=0)
 
-    @classmethod
-    def of(cls, images: Tensor) -> Normalization:
-        """From the mean and population std of each channel of uint8 images ``[N, C, H, W]``, rounded to 4 digits."""
-        counts_CV = torch.stack([channel.flatten().bincount(minlength=256) for channel in images.unbind(1)]).double()
-        values_V = torch.arange(256, dtype=torch.float64, device=images.device) / 255
-        share_CV = counts_CV / counts_CV.sum(1, keepdim=True)
-        mean_C = share_CV @ values_V
-        std_C = ((values_V - mean_C[:, None]).square() * share_CV).sum(1).sqrt()
-        return cls(tuple(round(m, 4) for m in mean_C.tolist()), tuple(round(s, 4) for s in std_C.tolist()))
-
     def __call__(self, images: Tensor) -> Tensor:
         """Normalize images: uint8 ``[N, C, H, W]`` to float32."""
         scale, shift = _scale_and_shift(self, images.device)

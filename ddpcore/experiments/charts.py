@@ -33,7 +33,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
     drawn = [
         row for row, cell in cells.items()
-        if cell["published"] is not None or any(_has_run(cell, run) for run in range(len(cell["measured"])))
+        if cell["published"] is not None or any(_num_seeds(cell, run) for run in range(len(cell["measured"])))
     ]  # fmt: skip
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
@@ -49,14 +49,7 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
 
 
 def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
-    """The lines of an entry ``[[charts]]``, with the rows that ``configs`` has.
-
-    Args:
-        spec: ``x``, the variable: a field of the configs, such as ``optimizer.momentum``. ``lines``: for the
-            name of each line the names of its rows, or patterns. Or ``by``, a field: rows that are alike in it are one
-            line. With ``values``, ``x`` is only the name of the axis, and ``{x}`` in the name of a row stands for each.
-        configs: of each row.
-    """
+    """The lines of an entry ``[[charts]]``, which docs/experiments.md explains, with the rows that ``configs`` has."""
     by_name: dict[str, list[tuple[Any, str]]] = {}
     for value in spec.get("values", (None,)):
         for row in configs:
@@ -84,7 +77,7 @@ def _line_charts(
     charts = []
     for run, label in enumerate(run_labels):
         own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
-        if any(_has_run(own[row], 0) for points in lines.values() for _, row in points):
+        if any(_num_seeds(own[row], 0) for points in lines.values() for _, row in points):
             chart = _line_chart(variable, lines, own, metric, [label])
             charts.append(replace(chart, title=f"{chart.title}, {label}", note=f"{label}. {chart.note}"))
     return charts
@@ -92,29 +85,25 @@ def _line_charts(
 
 def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
     series = []
-    runs_of = {
-        name: [run for run in range(len(run_labels)) if any(_has_run(cells[row], run) for _, row in points)]
+    num_seeds = {
+        (name, run): max(_num_seeds(cells[row], run) for _, row in points)
         for name, points in lines.items()
+        for run in range(len(run_labels))
     }
-    bands = {
-        (name, run)
-        for name, points in lines.items()
-        for run in runs_of[name]
-        if any(_num_seeds(cells[row], run) > 1 for _, row in points)
-    }
+    bands = {line for line, num in num_seeds.items() if num > 1}
     if len(bands) > MOST_BANDS:
         bands.clear()
     for number, (name, points) in enumerate(lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
-        ran = runs_of[name]
+        ran = [run for run in range(len(run_labels)) if num_seeds[name, run]]
         if any(value is not None for value in printed):
             series.append(Series(
                 name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
                 group=_series_name(name, run_labels, ran[0]) if ran else "",
             ))  # fmt: skip
         for run in ran:
-            known = [(value, row) for value, row in points if _has_run(cells[row], run)]
+            known = [(value, row) for value, row in points if _num_seeds(cells[row], run)]
             y, low, high = _measured([cells[row] for _, row in known], run)
             series.append(Series(
                 name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
@@ -137,10 +126,6 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
         note=note,
         ticks=ticks if len(ticks) <= MOST_TICKS else (),
     )
-
-
-def _has_run(cell: Mapping[str, Any], run: int) -> bool:
-    return _num_seeds(cell, run) > 0
 
 
 def _num_seeds(cell: Mapping[str, Any], run: int) -> int:
@@ -206,13 +191,7 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Serie
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:
-    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file.
-
-    Args:
-        comparison: of one study, as :func:`ddpcore.experiments.compare.compare` returns it.
-        path: passes :func:`check_plot`.
-        run_labels: for legends and notes.
-    """
+    """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file."""
     check_plot(path)
     from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
 

@@ -1,18 +1,7 @@
 """Published claims as predicates over rows: ``mean("lars-8192") > mean("sgdm-8192") + 5``.
 
-A predicate is a Python expression of numbers, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and the functions
-below. Its syntax tree is evaluated here, node by node; Python never runs the text.
-
-- ``mean(row)``, ``min(row)``, ``max(row)``, ``std(row)``: over seeds, of the study's first metric or of the metric in
-  a second argument, as in ``mean("single", "seconds")``. ``std`` divides by the number of seeds minus one.
-- ``abs(number)``.
-- ``diverged(row)``: whether every seed diverged.
-- ``all_seeds(condition)``: whether the condition holds for each seed that all its rows have. Inside, ``value(row)`` is
-  the number of that seed.
-- ``count(condition)``: the number of these seeds for which the condition holds. A seed that lacks one of the numbers,
-  because its run diverged or did not get so far, does not count.
-- ``paired(row, other)``: the two-sided p-value of Wilcoxon's signed-rank test on the differences between two rows, seed
-  by seed. It needs six seeds that both rows have, and does not show which row is larger.
+A predicate is a Python expression of numbers, ``+ - * /``, comparisons, ``and``, ``or``, ``not`` and the functions of
+docs/experiments.md. Its syntax tree is evaluated here, node by node; Python never runs the text.
 """
 
 from __future__ import annotations
@@ -48,12 +37,7 @@ _MAX_LEVELS = 100  # of nesting: Python ends a recursion at about 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of one row with one seed.
-
-    Attributes:
-        metrics: numbers by name; None if the run has none.
-        diverged: whether the loss diverged.
-    """
+    """The result of one row with one seed: numbers by name (None if the run has none), and whether it diverged."""
 
     metrics: Mapping[str, float | None]
     diverged: bool = False
@@ -102,7 +86,7 @@ def judge(
     published: bool = False,
     crowded: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Whether a predicate that :func:`check` accepted is true of some outcomes.
+    """Whether a predicate that :func:`check` accepted is true of the outcomes of finished runs.
 
     Args:
         predicate: the text.
@@ -111,8 +95,7 @@ def judge(
         published: the outcomes are numbers of a source, one a row, which has neither seeds nor divergence.
         crowded: rows whose outcomes make the verdict void, each with the reason.
 
-    Returns:
-        The verdict. For runs its reason is ``n=``, the fewest seeds that one of its functions uses.
+    The reason of a verdict on runs is ``n=``, the fewest seeds that one of its functions uses.
     """
     tree = _parse(predicate)
     missing = [row for row in rows_in(tree) if not outcomes.get(row)]
@@ -172,21 +155,13 @@ def _parse(predicate: str) -> ast.expr:
 
 @dataclass(frozen=True, kw_only=True)
 class _Evaluation:
-    """Values of the nodes of a predicate.
-
-    Attributes:
-        outcomes: of the rows.
-        metric: for functions that name none.
-        published: the outcomes are numbers of a source.
-        checking: evaluate every part, also those that cannot change the result, to find all errors.
-        seed: inside of ``all_seeds`` and ``count``.
-    """
+    """Values of the nodes of a predicate. With ``checking`` every part is evaluated, to find all errors."""
 
     outcomes: Outcomes
     metric: str
     published: bool = False
     checking: bool = False
-    seed: int | None = None
+    seed: int | None = None  # inside of all_seeds and count
 
     def of(self, node: ast.expr, kind: type[float] | type[bool]) -> Any:
         value = self._value(node)

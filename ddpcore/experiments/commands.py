@@ -1,51 +1,102 @@
-"""The commands of ``ddpcore.experiments``: list, run, compare, landscape."""
+"""The commands of ``ddpcore experiments``: list, run, compare, landscape, each with its options."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.display.table import cell_of, console_of
 from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
-from ddpcore.experiments.command_line import CompareOptions, LandscapeOptions, ListOptions, RunOptions, parse
 from ddpcore.experiments.compare import compare
-from ddpcore.experiments.landscapes import landscapes
-from ddpcore.experiments.plan import (
-    Datasets,
-    RunPlan,
-    backend_of,
-    check_data,
-    check_folder,
-    check_runs,
-    cost_of,
-    make_plan,
-)
-from ddpcore.experiments.run import run, run_in_torchrun
+from ddpcore.experiments.landscapes import LandscapeOptions, landscapes
+from ddpcore.experiments.plan import RunPlan, backend_of, check_data, check_folder, cost_of, make_plan
+from ddpcore.experiments.run import run, run_in_torchrun, warn
+from ddpcore.experiments.study import SCALES
 from ddpcore.experiments.tables import markdown, print_comparison, run_label
+from ddpcore.options.command_line import Parser, add_flags
+from ddpcore.options.fields import SEED_RANGE, check, field
+from ddpcore.options.keys import parse_settings
 from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
-from ddpcore.storage.limits import shown
+from ddpcore.storage.limits import NUM_RUNS, shown
+from ddpcore.training.build import Datasets
+from ddpcore.training.config import check_settings, merged
 
 
-def run_command(argv: Sequence[str] | None) -> int:
-    """Run the command of these words, and return the exit code: 0, or 1 if a run failed.
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """List the studies, or the rows of one study."""
 
-    Raises:
-        ValueError: the command is wrong.
-    """
-    commands: dict[type, Callable[[Any], int]] = {
-        ListOptions: _list, RunOptions: _run, CompareOptions: _compare, LandscapeOptions: landscapes
-    }  # fmt: skip
-    options = parse(argv)
-    return commands[type(options)](options)
+    EXAMPLE = "ddpcore experiments list mnist-effective-lr"
+
+    study: str | None = field(None, "a study", positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Train the rows of a study, each with several seeds."""
+
+    EXAMPLE = "ddpcore experiments run saddle-escape --scale smoke --out runs/saddle"
+
+    study: str = field(
+        MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
+    )
+    rows: tuple[str, ...] | None = field(None, "names of rows, or patterns ('ssgd-*'); default: the rows of the scale")
+    scale: str = field("full", choices=SCALES)
+    data_dir: Path | None = field(None, "folder of the data sets' files", metavar="DIR")
+    download: bool = field(False, "fetch missing files into --data-dir first", action="store_true")
+    out: Path | None = field(None, "folder of the results (default: runs/STUDY/SCALE)", metavar="DIR")
+    seed: int = field(0, "the first seed", metavar="N", **SEED_RANGE)
+    seeds: int | None = field(None, "number of seeds (default: the study's)", least=1, metavar="N")
+    max_runs: int = field(NUM_RUNS, "refuse more runs than this, rows x seeds", least=1, metavar="N")
+    world_size: int | None = field(None, "run rows of N learners on N ranks, not virtually", least=1, metavar="N")
+    jobs: int = field(1, "runs at the same time, which share the cores", least=1, metavar="N")
+    resume: bool = field(False, "continue in --out; finished runs are not repeated", action="store_true")
+    set: Sequence[str] | None = field(
+        None, "a setting of all rows, see `ddpcore train --fields`", action="append", type=str, metavar="KEY=VALUE"
+    )
+
+    plot: Path | None = PLOT
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_plot(self.plot)
+
+    def overrides(self) -> dict[str, Any]:
+        """The sections of a TrainConfig that the command line sets for every row. ValueError: see the functions."""
+        given = parse_settings(self.set or (), "--set ")
+        check_settings(given, "--set")
+        if "seed" in given.get("run", ()):
+            raise ValueError("--set run.seed: use --seed and --seeds")
+        data: dict[str, Any] = {} if self.data_dir is None else {"data_dir": str(self.data_dir)}
+        data |= {"download": True} if self.download else {}
+        return merged(given, {"data": data} if data else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Print published and measured numbers side by side, and a verdict on each claim."""
+
+    EXAMPLE = "ddpcore experiments compare runs/saddle --plot saddle.png"
+
+    runs: Sequence[Path] = field(
+        MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
+    )
+    markdown: Path | None = field(None, "write the page", is_file=True)
+    plot: Path | None = PLOT
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_plot(self.plot)
 
 
 def _list(options: ListOptions) -> int:
@@ -81,16 +132,15 @@ def _run(options: RunOptions) -> int:
     if torchrun is not None:
         return _run_in_torchrun(torchrun, plan, folder, options)
     check_folder(folder.path, plan.manifest, options.resume)
-    finished = folder.finished()
-    check_runs(job for job in plan.jobs if (job.row, job.seed) not in finished)
     datasets = Datasets()
     check_data(plan, datasets)
+    finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
     for line in cost_of(pending, datasets) if pending else ():
         print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
-        folder.begin(plan.manifest, _warn)
+        folder.begin(plan.manifest, warn)
         if finished:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
         run(plan, folder, datasets, options.jobs)
@@ -110,22 +160,12 @@ def _run_in_torchrun(world: launch.World, plan: RunPlan, folder: Folder, options
         what = f"row {others[0]} does not run on them" if others else "--jobs starts processes"
         raise ValueError(f"torchrun has started {world.world_size} ranks, and {what}: leave it out")
     check_data(plan, Datasets())
-
-    def begin() -> set[tuple[str, int]]:
-        check_folder(folder.path, plan.manifest, options.resume)
-        folder.begin(plan.manifest, _warn)
-        return folder.finished()
-
     with locked(folder.path) if world.rank == 0 else nullcontext():
-        backend = backend_of(plan.jobs[0])
-        launch.run(run_in_torchrun, (plan.jobs, begin, folder), world_size=world.world_size, backend=backend)
+        arguments, backend = (plan, folder, options.resume), backend_of(plan.jobs[0])
+        launch.run(run_in_torchrun, arguments, world_size=world.world_size, backend=backend)
     if world.rank == 0:
         print(f"finished: ddpcore experiments compare {shown(folder.path)}")
     return 0
-
-
-def _warn(line: str) -> None:
-    print(f"ddpcore experiments: {line}", file=sys.stderr, flush=True)
 
 
 def _compare(options: CompareOptions) -> int:
@@ -136,7 +176,7 @@ def _compare(options: CompareOptions) -> int:
         plots = [plot.with_stem(name) for name in names]
     for comparison in comparisons:
         for problem in comparison["problems"]:
-            _warn(f"{problem}: the rest is kept")
+            warn(f"{problem}: the rest is kept")
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:
@@ -149,3 +189,30 @@ def _compare(options: CompareOptions) -> int:
 def _draw(comparisons: list[dict[str, Any]], plots: list[Path]) -> None:
     for comparison, path in zip(comparisons, plots, strict=False):
         plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])
+
+
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
+    "list": (ListOptions, _list),
+    "run": (RunOptions, _run),
+    "compare": (CompareOptions, _compare),
+    "landscape": (LandscapeOptions, landscapes),
+}
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Callable[[Any], int], Any]:
+    """The command that the first word names, and its options. ValueError, in one line: the words are no command."""
+    parser = Parser(prog="ddpcore experiments", description="Published experiments: run them, compare them.")
+    parser.example = RunOptions.EXAMPLE
+    commands = parser.add_subparsers(dest="command", required=True, metavar=" | ".join(COMMANDS))
+    for name, (options, _) in COMMANDS.items():
+        help = (options.__doc__ or "").splitlines()[0]
+        add_flags(commands.add_parser(name, help=help, description=help, allow_abbrev=False), options)
+    given = vars(parser.parse_args(argv))
+    chosen, command = COMMANDS[given.pop("command")]
+    return command, chosen(**given)
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Run the command of these words. Returns 0, or 1 if a run failed. ValueError: the command is wrong."""
+    command, options = parse(argv)
+    return command(options)

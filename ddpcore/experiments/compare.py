@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpcore.experiments.claims import Outcome, judge
 from ddpcore.experiments.metrics import counts_diverged
@@ -33,58 +33,59 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
     """
-    by_study: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    by_study: dict[str, list[_Folder]] = {}
     for path in paths:
         manifest = read_manifest(path, check_claim)
-        by_study.setdefault(manifest["study"], []).append((path, manifest))
-    return [_compare_study(entries) for entries in by_study.values()]
+        by_study.setdefault(manifest["study"], []).append(_Folder(str(path), manifest, *read_results(path)))
+    return [_compare_study(folders) for folders in by_study.values()]
 
 
-def _compare_study(entries: Sequence[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
-    first, manifest = entries[0]
+class _Folder(NamedTuple):
+    """The folder of a study, or several as one, and what was read from it."""
+
+    path: str
+    manifest: dict[str, Any]
+    results: Results
+    problems: list[str]
+
+
+def _compare_study(folders: Sequence[_Folder]) -> dict[str, Any]:
+    first, manifest, *_ = folders[0]
     rows: dict[str, Any] = {}
     published: dict[str, Any] = {}  # includes rows that were not run
-    for path, other in entries:
+    for path, other, *_ in folders:
         for key in ("title", "question", "source", "metrics"):
             if other[key] != manifest[key]:
-                raise ValueError(
-                    f"{shown(path)}: its {key} differs from the {key} of {shown(first)}: compare it separately"
-                )
+                both = f"{shown(path)}: its {key} differs from the {key} of {shown(first)}"
+                raise ValueError(f"{both}: compare it separately")
         for name, row in other["rows"].items():
             rows.setdefault(name, row)
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
         for name, values in numbers.items():
             if published.setdefault(name, values) != values:
-                raise ValueError(
-                    f"{path}: row {name} has other published numbers than in {first}: compare it separately"
-                )
-    entries, read = _merged(entries)
-    results = [found for found, _ in read]
-    crowded = [_crowded(other["rows"], found) for (_, other), found in zip(entries, results, strict=True)]
+                both = f"{path}: row {name} has other published numbers than in {first}"
+                raise ValueError(f"{both}: compare it separately")
+    folders = _merged(folders)
+    results = [folder.results for folder in folders]
     return {
         **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
-        "charts": _each_once(_charts_of(other) for _, other in entries),
+        "charts": _each_once(_charts_of(folder.manifest) for folder in folders),
         "configs": {name: row["config"] for name, row in rows.items()},
-        "notes": _each_once(other["notes"] for _, other in entries),
-        "runs": [_run(path, other, found) for (path, other), found in zip(entries, results, strict=True)],
+        "notes": _each_once(folder.manifest["notes"] for folder in folders),
+        "runs": [_run(folder) for folder in folders],
         "curves": [_curves(rows, found) for found in results],
-        "problems": [problem for _, problems in read for problem in problems],
+        "problems": [problem for folder in folders for problem in folder.problems],
         "lines": list(_lines(rows, manifest["metrics"], results)),
-        "claims": list(_claims(_claims_of(entries), manifest, published, results, crowded)),
+        "claims": list(_claims(folders, published)),
     }
 
 
-_Found = tuple[Results, list[str]]
-
-
-def _merged(entries: Sequence[tuple[Path, dict[str, Any]]]) -> tuple[list[tuple[Path, dict[str, Any]]], list[_Found]]:
+def _merged(folders: Sequence[_Folder]) -> list[_Folder]:
     """Folders of one scale with the same settings and other runs as one folder, so that verdicts see all their rows."""
-    merged: list[tuple[Path, dict[str, Any]]] = []
-    read: list[_Found] = []
-    for path, manifest in entries:
-        results, problems = read_results(path)
-        for place, (first, known) in enumerate(merged):
-            others, before = read[place]
+    merged: list[_Folder] = []
+    for folder in folders:
+        path, manifest, results, problems = folder
+        for place, (first, known, others, before) in enumerate(merged):
             shared = known["rows"].keys() & manifest["rows"].keys()
             alike = all(known["rows"][row]["config"] == manifest["rows"][row]["config"] for row in shared)
             same = all(known[key] == manifest[key] for key in ("scale", "set"))
@@ -92,13 +93,11 @@ def _merged(entries: Sequence[tuple[Path, dict[str, Any]]]) -> tuple[list[tuple[
                 seeds = sorted({*known["seeds"], *manifest["seeds"]})
                 both = {**known, "rows": {**known["rows"], **manifest["rows"]}, "seeds": seeds}
                 both |= {key: _each_once(one.get(key, ()) for one in (known, manifest)) for key in ("notes", "claims")}
-                merged[place] = (Path(f"{first} + {path}"), both)
-                read[place] = ({**others, **results}, before + problems)
+                merged[place] = _Folder(f"{first} + {path}", both, {**others, **results}, before + problems)
                 break
         else:
-            merged.append((path, manifest))
-            read.append((results, problems))
-    return merged, read
+            merged.append(folder)
+    return merged
 
 
 def _charts_of(manifest: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -114,26 +113,24 @@ def _each_once(lists: Iterable[Sequence[Any]]) -> list[Any]:
     return [item for number, item in enumerate(items) if item not in items[:number]]
 
 
-def _claims(
-    claims: Iterable[dict[str, Any]],
-    manifest: Mapping[str, Any],
-    published: Mapping[str, Any],
-    results: Sequence[Results],
-    crowded: Sequence[Mapping[str, str]],
-) -> Iterator[dict[str, Any]]:
-    metric = manifest["metrics"][0]
+def _claims(folders: Sequence[_Folder], published: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The claims of all folders, each once. If one folder says ``a_core_per_rank`` of a claim, it is so for all."""
+    claims: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for claim in chain(*(folder.manifest["claims"] for folder in folders)):
+        known = claims.setdefault((claim["text"], claim["source"], claim["predicate"]), dict(claim))
+        known["a_core_per_rank"] |= claim["a_core_per_rank"]
+    metric = folders[0].manifest["metrics"][0]
     printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
-    measured: list[dict[str, dict[int, Outcome]]] = [{} for _ in results]
-    for outcomes, found in zip(measured, results, strict=True):
-        for (row, seed), line in found.items():
+    measured: list[tuple[dict[str, dict[int, Outcome]], dict[str, str]]] = []
+    for folder in folders:
+        outcomes: dict[str, dict[int, Outcome]] = {}
+        for (row, seed), line in folder.results.items():
             if line["status"] == FINISHED:
                 outcomes.setdefault(row, {})[seed] = outcome_of(line)
-    for claim in claims:
-        predicate = claim["predicate"]
-        verdicts = [
-            judge(predicate, outcomes, metric, crowded=shared if claim["a_core_per_rank"] else None)
-            for outcomes, shared in zip(measured, crowded, strict=True)
-        ]
+        measured.append((outcomes, _crowded(folder)))
+    for claim in claims.values():
+        predicate, of_speed = claim["predicate"], claim["a_core_per_rank"]
+        verdicts = [judge(predicate, found, metric, crowded=shared if of_speed else None) for found, shared in measured]
         yield {
             **claim,
             "on_published": asdict(judge(predicate, printed, metric, published=True)),
@@ -148,19 +145,10 @@ def outcome_of(result: Mapping[str, Any]) -> Outcome:
     return Outcome(metrics=counted, diverged=diverged)
 
 
-def _claims_of(entries: Sequence[tuple[Path, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The claims of all folders, each once. If one folder says ``a_core_per_rank`` of a claim, it is so for all."""
-    merged: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for claim in chain(*(manifest["claims"] for _, manifest in entries)):
-        known = merged.setdefault((claim["text"], claim["source"], claim["predicate"]), dict(claim))
-        known["a_core_per_rank"] |= claim["a_core_per_rank"]
-    return list(merged.values())
-
-
-def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
+def _crowded(folder: _Folder) -> dict[str, str]:
     """Rows whose ranks outnumbered the cores, each with a sentence that says so."""
-    found = {}
-    for (row, _), line in results.items():
+    found, rows = {}, folder.manifest["rows"]
+    for (row, _), line in folder.results.items():
         if line["status"] == FINISHED and row in rows:
             cores, num_hosts = line["cores"], rows[row]["hosts"]
             of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each host has a part of the machine's cores
@@ -171,12 +159,12 @@ def _crowded(rows: Mapping[str, Any], results: Results) -> dict[str, str]:
     return found
 
 
-def _run(path: Path, manifest: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    finished = [line for line in results.values() if line["status"] == FINISHED]
-    failed = [line for line in results.values() if line["status"] == FAILED]
+def _run(folder: _Folder) -> dict[str, Any]:
+    finished = [line for line in folder.results.values() if line["status"] == FINISHED]
+    failed = [line for line in folder.results.values() if line["status"] == FAILED]
     return {
-        "name": str(path),
-        **{key: manifest[key] for key in ("scale", "seeds", "set")},
+        "name": folder.path,
+        **{key: folder.manifest[key] for key in ("scale", "seeds", "set")},
         "devices": sorted({f"{line['device']}, {line['cores']} cores, torch {line['torch']}" for line in finished}),
         "commits": sorted({line["commit"] or f"ddpcore {line['ddpcore']}" for line in finished}),
         "stand_ins": sorted({line["place"] for line in finished if "of one machine" in line["place"]}),

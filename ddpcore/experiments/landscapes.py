@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpcore.diagnostics import Hessian, eigenvector_plane, landscape, plane_through, random_plane
+from ddpcore.diagnostics.landscape import BATCH_NORM
 from ddpcore.display.chart import SUFFIXES
-from ddpcore.display.surfaces import plot_surfaces
-from ddpcore.experiments.command_line import LandscapeOptions
+from ddpcore.display.surfaces import KINDS, plot_surfaces
 from ddpcore.options.extras import extra
+from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.records.run import LANDSCAPES
 from ddpcore.records.surface import SUFFIX, Surface, read_surface
 from ddpcore.runtime import launch
@@ -22,7 +25,49 @@ from ddpcore.runtime.launch import World
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import shown
 from ddpcore.training import FinishedRun
-from ddpcore.training.landscapes import landscape_of
+
+# Each plane, and its default span: of the directions, or of the margin around solutions.
+PLANES = {"random": 1.0, "eigenvectors": 1.0, "solutions": 0.25}
+NUM_SAMPLES = 1000  # unless more or fewer are asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandscapeOptions:
+    """Draw the loss around the final models of runs of `ddpcore train`, over planes in weight space."""
+
+    EXAMPLE = "ddpcore experiments landscape runs/ssgd runs/dpsgd --points 25"
+
+    runs: Sequence[Path] = field(
+        MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
+    )
+    plane: str = field("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
+    points: int = field(25, "K, for K x K points", least=2, metavar="K")
+    span: float | None = field(
+        None,
+        "from the model to the border, in lengths of the directions (1); margin around solutions (0.25)",
+        above=0,
+        metavar="S",
+    )
+    seed: int = field(0, "of random directions", metavar="N", **SEED_RANGE)
+    batch_norm: str | None = field(
+        None, "of each point (default: eval, between solutions recalibrate)", choices=BATCH_NORM
+    )
+    split: str = field("train", "of the data", choices=("train", "validation", "test"))
+    samples: int | None = field(
+        None, f"so many random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N"
+    )
+    ratio: bool = field(
+        False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
+    )
+    kinds: tuple[str, ...] = field(("contour",), "pictures of the loss", choices=KINDS)
+    out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
+    data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
+    world_size: int = field(1, "share the points among N processes", least=1, metavar="N")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.plane == "solutions" and len(self.runs) != 3:
+            raise ValueError(f"--plane solutions goes through three runs, and {len(self.runs)} are named: name three")
 
 
 def landscapes(options: LandscapeOptions) -> int:
@@ -50,7 +95,7 @@ def landscapes(options: LandscapeOptions) -> int:
     for name, path in _files(options).items():
         surfaces[name] = surface = read_surface(path)
         replace_file(path.with_suffix(".csv"), surface.csv().encode())
-        print(f"{name}: {_about(surface)}: {shown(path)}")
+        print(f"{name}: {surface.about}; {_span(surface)}: {shown(path)}")
     folder = next(iter(_files(options).values())).parent
     drawn = [(kind, "train_loss", kind) for kind in options.kinds]
     drawn += [("ratio", "ratio", "heat")] if options.ratio else []
@@ -64,14 +109,40 @@ def landscapes(options: LandscapeOptions) -> int:
 
 def _compute(world: World, options: LandscapeOptions) -> None:
     runs = {name: FinishedRun.load(path, data_dir=options.data_dir) for name, path in _names(options.runs).items()}
-    parts: Mapping[str, Mapping[str, FinishedRun]] = {name: {name: run} for name, run in runs.items()}
-    if options.plane == "solutions":
-        parts = {"solutions": runs}
     group = dist.group.WORLD if world.world_size > 1 else None
     if group is not None:
         signal.signal(signal.SIGTERM, _interrupt)  # what the parent makes of Ctrl-C
     for name, path in _files(options).items():
-        landscape_of(parts[name], **options.arguments(), out=path, group=group)
+        _compute_one(options, runs if options.plane == "solutions" else {name: runs[name]}, path, group)
+
+
+def _compute_one(
+    options: LandscapeOptions, runs: Mapping[str, FinishedRun], path: Path, group: dist.ProcessGroup | None
+) -> None:
+    """The landscape around one run, or through three. Its finished points in the file are kept."""
+    (first, run), *others = runs.items()
+    for name, other in others:
+        if run.dataset.digest() != other.dataset.digest():
+            raise ValueError(f"{first} and {name} have other samples: take runs on the same data")
+    samples, split = options.samples, run.dataset.splits().get(options.split)
+    if samples is None and split is not None:
+        samples = min(NUM_SAMPLES, len(split))
+    data, span = run.data(options.split, samples), options.span or PLANES[options.plane]
+    batch_norm, low_high = "eval", [(-span, span)] * 2
+    if options.plane == "solutions":
+        plane = plane_through({name: run.model for name, run in runs.items()})
+        ends = [(min(values), max(values)) for values in zip(*plane.marks.values(), strict=True)]
+        low_high = [(low - span * (high - low), high + span * (high - low)) for low, high in ends]
+        if any(isinstance(module, _BatchNorm) for module in run.model.modules()):
+            batch_norm = "recalibrate"
+    elif options.plane == "random":
+        plane = random_plane(run.model, seed=options.seed)
+    else:  # one vector after the other has the same bits in each run, so that the file can be continued
+        vectors = Hessian(run.model, data, vectorize=False).eigenvalues(largest=2, smallest=0)
+        plane = eigenvector_plane(run.model, vectors)
+    x, y = (np.linspace(low, high, options.points) for low, high in low_high)
+    batch_norm = options.batch_norm or batch_norm
+    landscape(data, plane, x=x, y=y, batch_norm=batch_norm, curvature=options.ratio, out=path, group=group)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -80,10 +151,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _about(surface: Surface) -> str:
+def _span(surface: Surface) -> str:
     loss = surface.loss[np.isfinite(surface.loss)]
-    span = f"loss {loss.min():.4g} to {loss.max():.4g}" if loss.size else "no finite loss"
-    return f"{surface.about}; {span}"
+    return f"loss {loss.min():.4g} to {loss.max():.4g}" if loss.size else "no finite loss"
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:
@@ -108,6 +178,6 @@ def _files(options: LandscapeOptions) -> dict[str, Path]:
 
 
 def _stem(options: LandscapeOptions) -> str:
-    words: list[Any] = [options.plane, *([options.seed] if options.plane == "random" else [])]
+    words = [options.plane, *([str(options.seed)] if options.plane == "random" else [])]
     words += [options.split] if options.split != "train" else []
-    return "-".join(map(str, [*words, *(["ratio"] if options.ratio else [])]))
+    return "-".join([*words, *(["ratio"] if options.ratio else [])])

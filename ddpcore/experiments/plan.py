@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpcore.data import Dataset
 from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.keys import dotted
 from ddpcore.records.config import BOOKKEEPING
-from ddpcore.records.run import CHECKPOINTS, RECORD, step_folder, steps_of
-from ddpcore.records.run import read_manifest as read_checkpoint
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
 from ddpcore.runtime.launch import torchrun_world
 from ddpcore.storage.files import LOCK
-from ddpcore.storage.json_lines import read_lines, to_json
+from ddpcore.storage.json_lines import to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
-    DATASET_FIELDS,
+    Datasets,
     LearnerPlacement,
     backend_here,
-    build_dataset,
     check_connection,
     check_parts,
     needs_ranks,
-    shape_options,
 )
 from ddpcore.training.memory import GiB, activation_bytes, model_bytes, num_states
 from ddpcore.training.sections import StrategyConfig
@@ -35,29 +30,16 @@ from ddpcore.training.sections import StrategyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One row with one seed.
+    """One row with one seed, see :class:`ddpcore.experiments.study.Row`."""
 
-    Attributes:
-        row: name of the row.
-        seed: of all random numbers.
-        config: with this seed.
-        path: folder of the run.
-        ranks: number of processes to start; 0 trains in the process that runs the study.
-        hosts: number of machines that the ranks emulate.
-        in_namespaces: whether each host is a network namespace, see :mod:`ddpcore.experiments.hosts`.
-        kill_rank: see :class:`ddpcore.experiments.study.Row`.
-        recovered: the error of each rank failure from which the run resumed.
-    """
-
-    row: str
-    seed: int
-    config: TrainConfig
-    path: Path
-    ranks: int = 0
+    row: str  # its name
+    seed: int  # of all random numbers
+    config: TrainConfig  # with this seed
+    path: Path  # folder of the run
+    ranks: int = 0  # processes to start; 0 trains in the process that runs the study
     hosts: int = 1
-    in_namespaces: bool = False
     kill_rank: int | None = None
-    recovered: tuple[str, ...] = ()
+    recovered: tuple[str, ...] = ()  # the error of each rank failure from which the run resumed
 
     @property
     def place(self) -> str:
@@ -68,8 +50,6 @@ class Job:
         processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
         if self.config.strategy.learners > self.ranks:
             processes += f" of {self.config.strategy.learners // self.ranks} virtual learners"
-        if self.in_namespaces:
-            return f"{processes} of one machine, in {self.hosts} network namespaces that stand for hosts"
         return processes if self.hosts == 1 else f"{processes} of one machine, standing for {self.hosts} hosts"
 
 
@@ -108,23 +88,6 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     return lines
 
 
-class Datasets:
-    """Builds the data set of a config, and reuses the last one if the next run needs the same."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._dataset: Dataset | None = None
-
-    def of(self, placement: LearnerPlacement) -> Dataset:
-        """The data set; see :func:`ddpcore.training.build.build_dataset` for errors. Collective."""
-        config = placement.config
-        names = ("name", "options", *DATASET_FIELDS)
-        key = repr(shape_options(config)), config.run.seed, *(repr(getattr(config.data, name)) for name in names)
-        if self._dataset is None or key != self._key:
-            self._key, self._dataset = key, build_dataset(placement)
-        return self._dataset
-
-
 def make_plan(
     study: Study,
     folder: Folder,
@@ -137,27 +100,18 @@ def make_plan(
     max_runs: int = NUM_RUNS,
     world_size: int | None = None,
 ) -> RunPlan:
-    """The jobs of a study.
+    """The jobs of a study, see ``RunOptions`` of ``ddpcore.experiments.commands`` for the arguments.
 
-    Args:
-        study: a loaded study.
-        folder: for its runs.
-        rows: names, or patterns such as ``ssgd-*``; None selects the rows of the scale.
-        scale: one of :data:`ddpcore.experiments.study.SCALES`.
-        overrides: fields of all rows.
-        first_seed: the seeds are consecutive numbers from this one.
-        num_seeds: None is the number of the study.
-        max_runs: the most runs, rows x seeds.
-        world_size: rows with this number of learners, or a multiple of it, run on so many real ranks.
-
-    Raises:
-        ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
+    ValueError: a row is unknown or not valid, no row has ``world_size`` learners, or there are too many runs.
     """
     chosen = study.chosen(study.selections[scale] if rows is None else rows)
     configs = {row.name: row.config(scale, overrides) for row in chosen}
-    learners = {name: config.strategy.learners for name, config in configs.items()}
-    ranks = _ranks_of(chosen, learners, world_size)
-    seeds = _seeds(first_seed, num_seeds or study.seeds[scale], len(chosen), max_runs)
+    ranks = _ranks_of(chosen, configs, world_size)
+    count = num_seeds or study.seeds[scale]
+    if count * len(chosen) > max_runs:
+        asked = f"{count:,} seeds of {len(chosen)} rows are more than {max_runs:,} runs"
+        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
+    seeds = list(range(first_seed, first_seed + count))
     jobs = [
         Job(
             row=row.name,
@@ -171,6 +125,17 @@ def make_plan(
         for seed in seeds
         for row in chosen
     ]
+    of_rows = {  # the same for all seeds and machines
+        row.name: {
+            "config": configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
+            "published": dict(row.published),
+            "about": row.about,
+            "ranks": ranks[row.name],
+            "hosts": row.hosts,
+            "kill_rank": row.kill_rank,
+        }
+        for row in chosen
+    }
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
@@ -179,33 +144,22 @@ def make_plan(
         "scale": scale,
         "set": {key: value for key, value in dotted(overrides or {}).items() if key not in BOOKKEEPING},
         "seeds": seeds,
-        "rows": {row.name: _row_manifest(row, configs[row.name], ranks[row.name]) for row in chosen},
+        "rows": of_rows,
     }
     return RunPlan(jobs=tuple(jobs), manifest=manifest)
 
 
-def _ranks_of(rows: Sequence[Row], learners: Mapping[str, int], world_size: int | None) -> dict[str, int]:
+def _ranks_of(rows: Sequence[Row], configs: Mapping[str, TrainConfig], world_size: int | None) -> dict[str, int]:
     """The number of ranks of each row, 0 for virtual learners of one process."""
-    spread = {name for name, num in learners.items() if _shares_out(num, world_size)}
-    if world_size is not None and not spread:
+    learners = {name: config.strategy.learners for name, config in configs.items()}
+    found = {row.name: learners[row.name] * row.ranks for row in rows}
+    if world_size is None:
+        return found
+    spread = [num == world_size or (world_size > 1 and num % world_size == 0) for num in learners.values()]
+    if not any(spread):
         counts = ", ".join(map(str, sorted(set(learners.values()))))
         raise ValueError(f"--world-size is {world_size}: these rows have {counts} learners")
-    spread -= {row.name for row in rows if row.ranks}
-    return {row.name: (world_size or 0) if row.name in spread else learners[row.name] * row.ranks for row in rows}
-
-
-def _shares_out(num_learners: int, world_size: int | None) -> bool:
-    """Whether so many ranks have equally many of the learners, one at least."""
-    if world_size is None or num_learners == world_size:
-        return num_learners == world_size
-    return world_size > 1 and num_learners % world_size == 0
-
-
-def _seeds(first: int, count: int, num_rows: int, max_runs: int) -> list[int]:
-    if count * num_rows > max_runs:
-        asked = f"{count:,} seeds of {num_rows} rows are more than {max_runs:,} runs"
-        raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
-    return list(range(first, first + count))
+    return {name: found[name] or world_size * shares for name, shares in zip(learners, spread, strict=True)}
 
 
 def check_folder(path: Path, manifest: Mapping[str, Any], resume: bool) -> None:
@@ -237,22 +191,6 @@ def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
     return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])
 
 
-def check_runs(jobs: Iterable[Job]) -> None:
-    """Raise ValueError if an unfinished run in the folder of a job, or a checkpoint of it, has another config."""
-    for job in jobs:
-        lines = read_lines(job.path / RECORD)
-        configs = [line.get("config", {}) for line in lines.rows if line.get("kind") == "run"]
-        checkpoints = job.path / CHECKPOINTS
-        for step in steps_of(checkpoints):
-            try:
-                configs.append(read_checkpoint(step_folder(checkpoints, step))["config"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # train ignores damaged checkpoints, and prints a warning
-        for other in configs:
-            if differences := job.config.difference(other):
-                raise ValueError(f"{shown(job.path)} is another run: {'; '.join(differences)}: take another folder")
-
-
 def check_data(plan: RunPlan, datasets: Datasets) -> None:
     """Raise ValueError if data are missing or damaged, do not fit a row, or its ranks cannot run here."""
     for job in [job for job in plan.jobs if job.seed == plan.jobs[0].seed]:
@@ -260,45 +198,23 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
             check_connection(job.config, job.ranks, job.hosts)
-            if not job.ranks:
-                _check_one_process(job)
+            strategy = job.config.strategy
+            for name, value, none in (
+                ("strategy.link", strategy.link, None),
+                ("strategy.transport", strategy.transport, StrategyConfig.transport),
+                ("hosts", job.hosts, 1),
+            ):
+                if value != none and not job.ranks:
+                    raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
+            if needs_ranks(job.config) and not job.ranks:
+                raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
         except ValueError as error:
             raise ValueError(f"row {job.row}: {error}") from None
 
 
-def _check_one_process(job: Job) -> None:
-    """Raise ValueError if a job without ranks has settings that only ranks have, or needs ranks."""
-    strategy = job.config.strategy
-    for name, value, none in (
-        ("strategy.link", strategy.link, None),
-        ("strategy.transport", strategy.transport, StrategyConfig.transport),
-        ("hosts", job.hosts, 1),
-    ):
-        if value != none:
-            raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
-    if needs_ranks(job.config):
-        raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
-
-
 def backend_of(job: Job) -> str:
-    """The backend that connects the ranks of a job.
-
-    Raises:
-        ValueError: the ranks would share a GPU.
-    """
+    """The backend that connects the ranks of a job. ValueError: they would share a GPU."""
     choice = backend_here(job.config, job.ranks, 1 if (joined := torchrun_world()) is None else joined.num_hosts)
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
     return choice.backend
-
-
-def _row_manifest(row: Row, config: TrainConfig, ranks: int) -> dict[str, Any]:
-    return {
-        # the same for all seeds and machines
-        "config": config.overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
-        "published": dict(row.published),
-        "about": row.about,
-        "ranks": ranks,
-        "hosts": row.hosts,
-        "kill_rank": row.kill_rank,
-    }

@@ -9,18 +9,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpcore.experiments import hosts
 from ddpcore.experiments.metrics import curves_of, metrics_of
-from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of
+from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_folder
 from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
@@ -37,11 +35,7 @@ POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank
 def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run the jobs that are not finished, first those without ranks. Write and print one result for each.
 
-    Args:
-        plan: after :func:`ddpcore.experiments.plan.check_data`.
-        folder: with its manifest.
-        datasets: of this process.
-        processes: number of processes that share the jobs without ranks, and the cores.
+    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores.
 
     Raises:
         launch.Stopped: a signal requested it; the current runs are saved and can be resumed.
@@ -56,36 +50,27 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
         launch.run(_run_share, (without_ranks, next_index, folder), world_size=processes, backend="none")
     else:
         _run_in_process(without_ranks, folder, datasets)
-    worlds: dict[tuple[int, bool, str], list[Job]] = {}
+    worlds: dict[tuple[int, str], list[Job]] = {}
     for job in pending:
         if job.ranks:
-            backend = backend_of(job)
-            in_namespaces = job.hosts == hosts.NUM_HOSTS and backend == "gloo" and _has_namespaces()
-            key = job.ranks, in_namespaces, backend
-            worlds.setdefault(key, []).append(replace(job, in_namespaces=in_namespaces))
-    for (ranks, in_namespaces, backend), jobs in worlds.items():
-        start = hosts.run if in_namespaces else partial(launch.run, backend=backend)
-        _run_ranks(jobs, ranks, start, folder)
-
-
-@cache
-def _has_namespaces() -> bool:
-    try:
-        hosts.check()
-    except hosts.NotPermitted as error:
-        print(f"hosts are processes of this machine, not network namespaces: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+            worlds.setdefault((job.ranks, backend_of(job)), []).append(job)
+    for (ranks, backend), jobs in worlds.items():
+        _run_ranks(jobs, ranks, backend, folder)
 
 
 def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
     start, num = time.monotonic(), len(jobs) if isinstance(jobs, list) else 0
+
+    def raise_if_asked(where: str) -> None:
+        if stop.asked:
+            raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
+
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
         for place, job in enumerate(jobs):
             if place and place < num:
                 left = (time.monotonic() - start) / place * (num - place) / 3600
                 print(f"about {left:.1f} h left for {num - place} runs, if they take as long", flush=True)
-            _raise_if_asked(stop, f"before {job.row}")
+            raise_if_asked(f"before {job.row}")
             try:
                 result = _train(job, None, datasets)
             except Interrupted:
@@ -93,12 +78,7 @@ def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> 
             except Exception as error:  # the other jobs run in any case
                 result = _failure(job, f"{type(error).__name__}: {error}")
             _finish(folder, result)
-        _raise_if_asked(stop, "after the last run of this process")
-
-
-def _raise_if_asked(stop: StopSignal, where: str) -> None:
-    if stop.asked:
-        raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
+        raise_if_asked("after the last run of this process")
 
 
 def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int], folder: Folder) -> None:
@@ -114,12 +94,12 @@ def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int],
     _run_in_process(iter(next_job, None), folder, Datasets())
 
 
-def _run_ranks(jobs: Sequence[Job], ranks: int, start: Callable[..., None], folder: Folder) -> None:
+def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) -> None:
     """Run all jobs on one group of ranks. When a job fails, it is recorded and a new group continues after it."""
     pending = list(jobs)
     while pending:
         try:
-            start(_work, (pending, folder), world_size=ranks)
+            launch.run(_work, (pending, folder), world_size=ranks, backend=backend)
         except launch.RankFailed as error:
             finished = folder.finished()
             pending = [job for job in pending if (job.row, job.seed) not in finished]
@@ -147,27 +127,25 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         LearnerPlacement.of(job.config, world).barrier(f"the end of {job.row}")
 
 
-def run_in_torchrun(
-    world: World, jobs: Sequence[Job], begin: Callable[[], set[tuple[str, int]]], folder: Folder
-) -> None:
-    """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study.
-
-    Args:
-        world: of all hosts.
-        jobs: of the plan.
-        begin: begins the folder, on rank 0, and returns its finished runs.
-        folder: of the study.
-    """
+def run_in_torchrun(world: World, plan: RunPlan, folder: Folder, resume: bool) -> None:
+    """Run on each rank that torchrun has started. Rank 0 alone reads and writes the folder of the study."""
     news: list[Any] = [None]
     if world.rank == 0:
         try:
-            news = [begin()]
+            check_folder(folder.path, plan.manifest, resume)
+            folder.begin(plan.manifest, warn)
+            news = [folder.finished()]
         except ValueError as error:
             news = [str(error)]
     dist.broadcast_object_list(news)
     if isinstance(news[0], str):
         raise ValueError(news[0])
-    _work(world, [job for job in jobs if (job.row, job.seed) not in news[0]], folder)
+    _work(world, [job for job in plan.jobs if (job.row, job.seed) not in news[0]], folder)
+
+
+def warn(line: str) -> None:
+    """Print a line on standard error."""
+    print(f"ddpcore experiments: {line}", file=sys.stderr, flush=True)
 
 
 def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
@@ -200,8 +178,7 @@ def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
 
 def _failure(job: Job, error: str) -> dict[str, Any]:
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["unknown"]
-    result = {"status": FAILED, "diverged": False, "metrics": {}, "curves": {}, "error": lines[-1]}
-    return {**_heading(job), **result}
+    return {**_heading(job), "status": FAILED, "diverged": False, "metrics": {}, "curves": {}, "error": lines[-1]}
 
 
 def _heading(job: Job) -> dict[str, Any]:

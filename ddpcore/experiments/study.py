@@ -45,34 +45,19 @@ _LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting of a study.
-
-    Attributes:
-        name: unique in its study.
-        study: the name of the study, or its file.
-        layers: for each scale, sections of a :class:`ddpcore.training.TrainConfig`; later layers override earlier ones.
-        published: numbers of the source, by metric.
-        about: a description, if the name is not enough.
-        ranks: each learner is a process, not a virtual learner.
-        hosts: number of machines that the ranks emulate.
-        kill_rank: rank that is killed once, after the first checkpoint; the run then resumes from there.
-    """
+    """One setting of a study, which is named by its name or its file."""
 
     name: str
     study: str
-    layers: Mapping[str, Sequence[Mapping[str, Any]]]
-    published: Mapping[str, float]
-    about: str = ""
-    ranks: bool = False
-    hosts: int = 1
-    kill_rank: int | None = None
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]  # sections of a TrainConfig for each scale; later ones override
+    published: Mapping[str, float]  # numbers of the source, by metric
+    about: str = ""  # if the name is not enough
+    ranks: bool = False  # each learner is a process, not a virtual learner
+    hosts: int = 1  # machines that the ranks emulate
+    kill_rank: int | None = None  # is killed once, after the first checkpoint; the run then resumes
 
     def config(self, scale: str, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-        """The training run at a scale, with fields overridden.
-
-        Raises:
-            ValueError: the run is not valid; the message names the study and the row.
-        """
+        """The training run at a scale. ValueError: it is not valid; the message names the study and the row."""
         values: dict[str, Any] = {}
         try:
             for layer in (*self.layers[scale], overrides or {}):
@@ -96,20 +81,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A published experiment.
+    """A published experiment, named after its file. docs/experiments.md explains the keys of such a file.
 
-    Attributes:
-        name: of its file.
-        title: one line.
-        question: that the study asks.
-        source: document and table of the published numbers.
-        notes: details that the document does not specify, and the choices made here.
-        metrics: to compare; claims are about the first.
-        seeds: number of seeds at each scale.
-        selections: names or patterns of the rows to run at each scale; None selects all.
-        rows: by name.
-        charts: what its charts are over, see :func:`ddpcore.experiments.charts.lines_of`.
-        claims: of the source or of this project; see ``source`` of each.
+    Claims are about the first of the metrics. ``seeds`` has the number of seeds at each scale, and ``selections`` the
+    names or patterns of the rows to run there; None selects all.
     """
 
     name: str
@@ -125,12 +100,9 @@ class Study:
     claims: tuple[Claim, ...]
 
     def chosen(self, names: Sequence[str] | None) -> list[Row]:
-        """The rows with these names, or all rows if ``names`` is None, in the study's order.
+        """The rows with these names or shell patterns (``single-*``), or all without names, in the study's order.
 
-        A name may be a pattern as in a shell: ``single-*`` selects the rows whose names begin with ``single-``.
-
-        Raises:
-            ValueError: there is no such row; the message suggests the nearest name, or lists all.
+        ValueError: there is no such row; the message suggests the nearest name, or lists all.
         """
         patterns = ("*",) if names is None else names
         matches = {key: [key] if key in self.rows else filter_names(self.rows, key) for key in patterns}
@@ -142,8 +114,7 @@ class Study:
 def load_study(path: str | Path, max_bytes: int = STUDY_BYTES) -> Study:
     """The study of a TOML file of at most so many bytes.
 
-    Raises:
-        ValueError: the file is not there, too large or damaged; the message names it, and the line of a TOML error.
+    ValueError: the file is not there, too large or damaged; the message names it, and the line of a TOML error.
     """
     path = Path(path)
     name, content = shown(path), b""
@@ -170,11 +141,7 @@ STUDIES: Registry[Study] = Registry(
 
 
 def find_study(name: str) -> Study:
-    """A study by name, or from a file of your own, which ends in ``.toml``.
-
-    Raises:
-        ValueError: there is none, or its file is damaged; see :func:`load_study`.
-    """
+    """A study by name, or from a file of your own, which ends in ``.toml``. ValueError as :func:`load_study`."""
     return load_study(name) if name.endswith(".toml") else STUDIES.build(name)
 
 
@@ -219,7 +186,7 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
 
 def check_claim(predicate: str, rows: Sequence[str] | None = None) -> None:
     """Raise ValueError unless the text is a predicate over these rows (None: any) and :data:`METRICS`."""
-    claims.check(predicate, rows, tuple(METRICS))
+    claims.check(predicate, rows, METRICS)
 
 
 def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:

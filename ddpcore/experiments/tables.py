@@ -18,12 +18,7 @@ _WARNINGS = {
 
 
 def print_comparison(comparison: dict[str, Any], console: Console | None = None) -> None:
-    """Print the rows of a study, then its claims.
-
-    Args:
-        comparison: of one study, as ``ddpcore.experiments.compare.compare`` returns it.
-        console: standard output by default. Only :func:`markdown` shows sources and predicates of claims.
-    """
+    """Print the rows of a study, then its claims; only :func:`markdown` shows their sources and predicates."""
     parts = [comparison["title"], f"published: {comparison['source']}", *about_runs(comparison)]
     parts.append(_table(*comparison_cells(comparison), num_left=2))
     if comparison["claims"]:

@@ -83,8 +83,7 @@ class PooledHead(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels, H, W] to logits [B, num_classes]."""
-        logits: Tensor = self.linear(inputs.mean(dim=(2, 3)))
-        return logits
+        return self.linear(inputs.mean(dim=(2, 3)))
 
 
 class ImageChain(Chain):

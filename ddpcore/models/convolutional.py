@@ -20,7 +20,7 @@ class VGG19(ImageChain):
     """Sixteen 3 x 3 convolutions in five stages, each ending with 2 x 2 max pooling, and one linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. One linear layer replaces the paper's three: an image of 32 x 32 is one
-    pixel after five poolings. 20040522 parameters for 10 classes. ``width`` (above 0) multiplies the channels.
+    pixel after five poolings. ``width`` (above 0) multiplies the channels.
     """
 
     def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
@@ -54,8 +54,7 @@ class GoogLeNet(ImageChain):
     """A 3 x 3 convolution, nine inception modules in three stages, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. The stem has no stride and no pooling, there are no auxiliary classifiers,
-    and two 3 x 3 convolutions replace one of 5 x 5. 6166250 parameters for 10 classes. ``width`` (above 0) multiplies
-    the channels.
+    and two 3 x 3 convolutions replace one of 5 x 5. ``width`` (above 0) multiplies the channels.
     """
 
     def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
@@ -102,12 +101,8 @@ COMPRESSION = 0.5  # share of the channels that a transition keeps
 class DenseNet121(ImageChain):
     """DenseNet-BC: four dense blocks, with transitions between them that halve channels, height and width.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution without stride and pooling. 6956298
-    parameters for 10 classes.
-
-    Args:
-        blocks: number of layers of each dense block; there must be one, and each number must be at least 1.
-        growth_rate: channels that a layer adds, at least 1.
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem is a 3 x 3 convolution without stride and pooling. ``blocks`` is
+    the number of layers of each dense block. Each layer adds ``growth_rate`` channels.
     """
 
     def __init__(

@@ -36,8 +36,7 @@ HEAD_CHANNELS = 1280
 class MobileNet(ImageChain):
     """A 3 x 3 convolution, thirteen depthwise separable ones, mean pooling and a linear layer.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride. 3217226 parameters for 10 classes. ``width`` (above
-    0) multiplies the channels, as in the paper.
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride. ``width`` (above 0) multiplies the channels.
     """
 
     def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
@@ -54,8 +53,7 @@ class MobileNetV2(ImageChain):
     """A 3 x 3 convolution, seventeen inverted residuals, a 1 x 1 convolution, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. Three layers have a stride, instead of the paper's five, and ReLU replaces
-    ReLU6. 2296922 parameters for 10 classes. ``width`` (above 0) multiplies the channels; as in the paper, it does not
-    reduce the last convolution's.
+    ReLU6. ``width`` (above 0) multiplies the channels; as in the paper, it does not reduce the last convolution's.
     """
 
     def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
@@ -73,10 +71,7 @@ class InvertedResidual(nn.Module):
     """A 1 x 1 convolution that expands the channels, a 3 x 3 depthwise one, and a 1 x 1 one without a ReLU.
 
     With stride 1 the input is added, through a 1 x 1 convolution if the channels differ (the paper adds nothing then).
-
-    Args:
-        expansion: hidden channels, divided by the channels of the input.
-        gate: applied to the output before the input is added.
+    The hidden channels are ``expansion`` times those of the input. A ``gate`` acts before the input is added.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class EfficientNetB0(ImageChain):
 
     Inputs [B, 3, 32, 32] to logits [B, C]. This is the lighter variant that is common for CIFAR-10: all depthwise
     convolutions are 3 x 3, gates act on a block's output with a reduction of 16, activations are ReLU, and there is no
-    last 1 x 1 convolution. 2912089 parameters for 10 classes.
+    last 1 x 1 convolution.
 
     Args:
         width: multiplies the channels, above 0.
@@ -149,12 +144,9 @@ SHUFFLE_STEM = 24
 class ShuffleNet(ImageChain):
     """ShuffleNet V2 1x: three stages of units that transform half of the channels and shuffle all of them.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride and no pooling. 1263854 parameters for 10 classes.
-
-    Args:
-        blocks: number of units of each stage, at least 1; the first unit halves height and width.
-        widths: channels of each stage, even; as many numbers as blocks. The paper's 0.5x is (48, 96, 192).
-        head_width: channels of the last convolution, at least 1.
+    Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride and no pooling. ``blocks`` and ``widths`` are the
+    numbers of units and of channels (even) of each stage, whose first unit halves height and width. The paper's 0.5x
+    has the widths (48, 96, 192). The last convolution has ``head_width`` channels.
     """
 
     def __init__(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from ddpcore.models import convolutional, mobile, residual, small, transformers
@@ -37,21 +36,6 @@ class Spec:
             return True
         return self.any_size and len(input_shape) == len(self.input_shapes[0]) and min(input_shape) >= 1
 
-    def random_batch(
-        self, *rows: int, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Random inputs ``[*rows, *input_shape]`` and labels ``[*rows]``, of torch's generator.
-
-        Inputs are standard normal, float32. Tokens are int64, with labels of their shape. None is the default of the
-        model.
-        """
-        shape = self.input_shapes[0] if input_shape is None else input_shape
-        classes = self.num_classes if num_classes is None else num_classes
-        if self.tokens:
-            tokens, labels = torch.randint(classes, (2, *rows, *shape))
-            return tokens, labels
-        return torch.randn(*rows, *shape), torch.randint(classes, rows)
-
 
 class ModelRegistry(Registry[nn.Module]):
     """Models by name, with the samples that they take.
@@ -61,11 +45,7 @@ class ModelRegistry(Registry[nn.Module]):
     """
 
     def spec(self, name: str) -> Spec:
-        """What the model of a name takes.
-
-        Raises:
-            ValueError: as :meth:`find`.
-        """
+        """What the model of a name takes. ValueError as :meth:`find`."""
         make = self.find(name)
         return Spec(
             input_shapes=tuple(tuple(shape) for shape in getattr(make, "input_shapes", ())),
@@ -75,12 +55,9 @@ class ModelRegistry(Registry[nn.Module]):
         )
 
     def check_input(self, name: str, input_shape: tuple[int, ...], tokens: bool | None = None) -> None:
-        """Raise ValueError, with the models that do, unless the model takes samples of this shape.
+        """Raise ValueError, with the models that do, unless the model takes samples of this shape, without the batch.
 
-        Args:
-            name: of the model.
-            input_shape: of one sample, without the batch.
-            tokens: whether they are tokens; None: as the model takes.
+        ``tokens`` says whether they are tokens; None: as the model takes.
         """
         spec = self.spec(name)
         tokens = spec.tokens if tokens is None else tokens
@@ -101,11 +78,7 @@ class ModelRegistry(Registry[nn.Module]):
     def build(self, name: str, *arguments: Any, **options: Any) -> nn.Module:
         """A new model on torch's default device; torch's seed decides its weights.
 
-        Args:
-            name: see :mod:`ddpcore.options.registry`.
-            arguments: none.
-            options: of the model; ``input_shape`` of one sample, without the batch, and ``num_classes``, both with the
-                model's own defaults.
+        The options are the model's, ``input_shape`` of one sample and ``num_classes``, both with the model's defaults.
 
         Raises:
             ValueError: no such model or option, the shape does not fit, there are fewer than 2 classes, or the model

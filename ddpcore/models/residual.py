@@ -26,12 +26,8 @@ from ddpcore.models.blocks import (
 class ResNet(nn.Module):
     """A 3 x 3 convolution, stages of basic blocks, global average pooling and a linear layer.
 
-    Images are small, so the stem has no stride and no pooling. Each stage after the first halves height and width.
-    Inputs [B, channels, H, W] to logits [B, C]. The defaults have 308826 parameters for 3 x 32 x 32 and 10 classes.
-
-    Args:
-        blocks: number of blocks of each stage, at least 1.
-        widths: channels of each stage, at least 1; as many numbers as blocks.
+    Inputs [B, channels, H, W] to logits [B, C]. Images are small, so the stem has no stride and no pooling. ``blocks``
+    and ``widths`` are the numbers of blocks and channels of each stage. Each after the first halves height and width.
     """
 
     input_shapes = ((3, 32, 32), (1, 28, 28))
@@ -54,17 +50,13 @@ class ResNet(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         features = self.blocks(self.stem(inputs))
-        logits: Tensor = self.head(features.mean(dim=(2, 3)))
-        return logits
+        return self.head(features.mean(dim=(2, 3)))
 
 
 class ResNet18(ResNet):
-    """Two blocks in each of four stages of 64 to 512 channels: 11173962 parameters for 3 x 32 x 32 and 10 classes."""
+    """Two blocks in each of four stages of 64 to 512 channels."""
 
-    input_shapes = ((3, 32, 32), (1, 28, 28))
-    num_classes = 10
-
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10) -> None:
         super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
 
 
@@ -103,13 +95,9 @@ RESNEXT_EXPANSION = 4  # channels of a block's output over the channels of one g
 class ResNeXt29(ImageChain):
     """Three stages of three bottleneck blocks with grouped 3 x 3 convolutions, 29 layers deep: 2 x 64d.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution; the paper's is 3 x 3. 9128778 parameters
-    for 10 classes; the paper's 8 x 64d is cardinality=8. All numbers must be at least 1.
-
-    Args:
-        blocks: number of blocks of each stage; each stage after the first halves height and width and doubles channels.
-        cardinality: number of groups of a grouped convolution.
-        base_width: channels of a group in the first stage.
+    Inputs [B, 3, 32, 32] to logits [B, C]. The stem is a 1 x 1 convolution; the paper's is 3 x 3. ``blocks`` is the
+    number of blocks of each stage. Each after the first halves height and width and doubles the channels. A grouped
+    convolution has ``cardinality`` groups (8 in the paper's 8 x 64d), of ``base_width`` channels in the first stage.
     """
 
     def __init__(
@@ -146,11 +134,7 @@ class GroupedBottleneck(Residual):
 class SENet18(ImageChain):
     """ResNet-18 with pre-activation blocks, each with a squeeze-and-excitation gate on its residual branch.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. 11260354 parameters for 10 classes.
-
-    Args:
-        blocks: number of blocks of each stage, at least 1.
-        widths: channels of each stage, at least 1; as many numbers as blocks.
+    Inputs [B, 3, 32, 32] to logits [B, C]. ``blocks`` and ``widths`` are as those of :class:`ResNet`.
     """
 
     def __init__(
@@ -190,8 +174,7 @@ class PreActivationBlock(nn.Module):
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
         active = self.activation(inputs)
         carried = inputs if self.projection is None else self.projection(active)
-        outputs: Tensor = self.residual(active) + carried
-        return outputs
+        return self.residual(active) + carried
 
 
 def stages(

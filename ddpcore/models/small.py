@@ -17,7 +17,7 @@ from ddpcore.options.typed import check_range
 class MLP(Chain):
     """784-H1-...-C with ReLU; inputs [B, 1, 28, 28] or [B, 784] to logits [B, C]. Or 64-H1-...-C, for 8 x 8 pixels.
 
-    `hidden` are the widths of the hidden layers, each at least 1. The default has 42310 parameters for 10 classes.
+    `hidden` are the widths of the hidden layers, each at least 1.
     """
 
     input_shapes = ((1, 28, 28), (784,), (1, 8, 8), (64,))
@@ -41,7 +41,7 @@ class MLP(Chain):
 
 
 class SimpleNet(Chain):
-    """10-50-C with ReLU; inputs [B, 10] to logits [B, C]. 652 parameters for 2 classes."""
+    """10-50-C with ReLU; inputs [B, 10] to logits [B, C]."""
 
     input_shapes = ((10,),)
     num_classes = 2
@@ -52,10 +52,7 @@ class SimpleNet(Chain):
 
 
 class MnistCNN(Chain):
-    """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C].
-
-    125610 parameters for 10 classes, nearly all in the linear layer.
-    """
+    """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C]."""
 
     input_shapes = ((1, 28, 28),)
     num_classes = 10
@@ -74,8 +71,8 @@ class MnistCNN(Chain):
 class SimpleCNN(Chain):
     """3 x 3 convolutions with 4 and 8 filters, each with ReLU and 2 x 2 max pooling, 32 units and the logits.
 
-    Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. 17154 parameters for 3 x 32 x 32 and 10 classes; 9986 with
-    padding=0, where each convolution removes a border of one pixel. ValueError unless padding is 0 or 1.
+    Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. With padding=0 each convolution removes a border of one
+    pixel. ValueError unless padding is 0 or 1.
     """
 
     input_shapes = ((3, 32, 32), (1, 28, 28))
@@ -103,11 +100,7 @@ class LeNet5(Chain):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling. Dropout follows the first
-    and the second fully connected layer. The defaults have 61750 parameters for 1 x 28 x 28 and 10 classes.
-
-    Args:
-        widths: of the two convolutions and of the first two fully connected layers; four numbers of at least 1.
-        dropout: share of activations that are set to zero in training, in 0..1.
+    and the second fully connected layer. ``widths`` are those of the two convolutions and of these two layers.
     """
 
     input_shapes = ((1, 28, 28), (3, 32, 32))
@@ -185,17 +178,10 @@ class SpeechLSTM(nn.Module):
     """Stacked bidirectional LSTM layers, a linear bottleneck, and the classes of the middle frame.
 
     Inputs [B, frames, features] of any size to logits [B, C]. The defaults are the published acoustic model: 21 frames
-    of 260 features, 6 layers of 512 cells in each direction, a bottleneck of 256 and 32000 states of hidden Markov
-    models. It has 43154944 parameters, which are the 164.62 MB of the large-batch study:
-
-        4 x 512 x (260 + 512 + 2) x 2 + 5 x 4 x 512 x (1024 + 512 + 2) x 2 + 1024 x 256 + 256 + 256 x 32000 + 32000.
+    of 260 features, 6 layers (``depth``) of 512 cells in each direction (``width``), a bottleneck of 256 units and
+    32000 states of hidden Markov models. Its 43154944 parameters are the 164.62 MB of the large-batch study.
 
     The acoustic model classifies all frames of a sequence; here a sample has one label, the label of frame frames // 2.
-
-    Args:
-        depth: number of layers, at least 1.
-        width: cells of each direction, at least 1.
-        bottleneck: units of the linear layer before the last, at least 1.
     """
 
     input_shapes = ((21, 260),)
@@ -220,5 +206,4 @@ class SpeechLSTM(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         frames, _ = self.lstm(inputs)
-        logits: Tensor = self.head(frames[:, inputs.shape[1] // 2])
-        return logits
+        return self.head(frames[:, inputs.shape[1] // 2])

@@ -13,7 +13,7 @@ from ddpcore.options.typed import check_range
 class ViT(nn.Module):
     """Patches, a class token, learned positions and pre-norm transformer blocks; the class token gives the logits.
 
-    Inputs [B, channels, H, W] to logits [B, C]. The defaults have 811146 parameters for 3 x 32 x 32 and 10 classes.
+    Inputs [B, channels, H, W] to logits [B, C].
 
     Args:
         patch_size: side of a patch in pixels; divides H and W.
@@ -67,8 +67,7 @@ class ViT(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
         tokens = self.blocks(self.embed(inputs))
-        logits: Tensor = self.head(self.norm(tokens[:, 0]))
-        return logits
+        return self.head(self.norm(tokens[:, 0]))
 
 
 class PatchEmbedding(nn.Module):
@@ -90,8 +89,7 @@ class PatchEmbedding(nn.Module):
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # [B, channels, rows, size, columns, size]
         patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         class_tokens = self.class_token.expand(images.shape[0], -1, -1)
-        tokens: Tensor = self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
-        return tokens
+        return self.dropout(torch.cat([class_tokens, self.project(patches)], dim=1) + self.positions)
 
 
 class ByteTransformer(nn.Module):
@@ -100,13 +98,8 @@ class ByteTransformer(nn.Module):
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
     ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, which is
     ``input_shape[0]``. The logits at a place depend only on the bytes up to there. Embeddings start normal with
-    standard deviation 0.02, and linear layers as in torch. The defaults have 137216 parameters.
-
-    Args:
-        width: of a token; a multiple of num_heads.
-        depth: number of blocks.
-        num_heads: of attention.
-        mlp_width: hidden units of a block's two linear layers.
+    standard deviation 0.02, and linear layers as in torch. ``width``, ``depth``, ``num_heads`` and ``mlp_width`` are as
+    in :class:`ViT`.
 
     ValueError if a size is below 1, the width is no multiple of num_heads, or T is above the context.
     """
@@ -152,13 +145,8 @@ class ByteTransformer(nn.Module):
 class Block(nn.Module):
     """Attention, then two linear layers with a GELU between them; each has a norm before it and a residual sum.
 
-    Args:
-        width: of a token.
-        num_heads: of attention.
-        mlp_width: hidden units of the two linear layers.
-        dropout: share of the outputs of attention, hidden and last layer that are set to zero in training.
-        drop_path: share of samples that skip the branches in training.
-        causal: a token attends only to itself and to the tokens before it.
+    ``dropout`` acts on attention, hidden and last layer. ``drop_path`` is the share of samples that skip the branches
+    in training. With ``causal`` a token attends only to itself and to the tokens before it.
     """
 
     def __init__(
@@ -183,8 +171,7 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, tokens, width] to the same shape."""
         tokens = tokens + self.drop_path(self.attention(tokens))
-        outputs: Tensor = tokens + self.drop_path(self.mlp(tokens))
-        return outputs
+        return tokens + self.drop_path(self.mlp(tokens))
 
 
 class SelfAttention(nn.Module):
@@ -201,8 +188,7 @@ class SelfAttention(nn.Module):
         heads = self.query_key_value(tokens).unflatten(-1, (3, self.num_heads, -1))  # [B, tokens, 3, heads, head width]
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        outputs: Tensor = self.project(attended.transpose(1, 2).flatten(2))
-        return outputs
+        return self.project(attended.transpose(1, 2).flatten(2))
 
 
 class DropPath(nn.Module):

@@ -44,7 +44,6 @@ STEPS = "steps"  # a folder with the recorded steps of each rank
 MODEL = "model.safetensors"  # the averaged model at the end
 CHECKPOINTS = "checkpoints"  # a folder
 ADDRESS = "join.json"  # while a run lasts that new ranks can join
-TENSORBOARD = "tensorboard"  # a folder
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
 KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,20 +42,13 @@ class TrainOptions:
     fields: str | None = field(
         None, "print the fields whose key or text has this word, or all", nargs="?", const="", metavar="WORD"
     )
-    tensorboard: bool = field(False, "also write numbers for TensorBoard", action="store_true")
 
     def __post_init__(self) -> None:
         check(self)
         if self.out is None and self.fields is None:
             raise ValueError("--out is missing: name the folder of the run, such as --out runs/first")
-        if self.join and (self.settings or self.resume or self.tensorboard or self.world_size > 1):
+        if self.join and (self.settings or self.resume or self.world_size > 1):
             raise ValueError("--join takes all settings from the run in --out: leave everything else out")
-
-    @property
-    def folder(self) -> Path:
-        """``out``, which is given."""
-        assert self.out is not None
-        return self.out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,14 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(TrainOptions, argv, prog=PROGRAM, description=TrainOptions.__doc__ or "")
         if options.fields is not None:
             return _print_fields(options.fields)
+        assert options.out is not None, "it is missing only with --fields"
         if options.join:
-            num = RunRecord.read(options.folder).header["config"]["strategy"]["learners"]
+            num = RunRecord.read(options.out).header["config"]["strategy"]["learners"]
             torch.set_num_threads(launch.threads_per_rank(num))
-            join_run(options.folder)
+            join_run(options.out)
         else:
-            _start(options)
+            _start(options, options.out)
         if (world := launch.torchrun_world()) is None or world.rank == 0:
-            print(f"{_summary(RunRecord.read(options.folder).final)}: ddpcore report {shown(options.folder)}")
+            final = RunRecord.read(options.out).final
+            accuracy = "no test split" if final["accuracy"] is None else f"accuracy {100 * final['accuracy']:.2f} %"
+            ended = "diverged at" if final["diverged"] else "finished"
+            print(f"{ended} step {final['step']}, {accuracy}: ddpcore report {shown(options.out)}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -102,11 +98,11 @@ def _print_fields(word: str) -> int:
     return 0
 
 
-def _start(options: TrainOptions) -> None:
+def _start(options: TrainOptions, out: Path) -> None:
     """Start the ranks of a run, and wait for its end."""
     torchrun = launch.torchrun_world()
     world_size = options.world_size if torchrun is None else torchrun.world_size
-    left = members_left(options.folder / CHECKPOINTS) if options.resume and world_size > 1 else None
+    left = members_left(out / CHECKPOINTS) if options.resume and world_size > 1 else None
     learners = world_size if left is None else left.first
     config = TrainConfig.from_dict(merged({"strategy": {"learners": learners}}, parse_settings(options.settings)))
     if left is not None and torchrun is None and len(left.members) != world_size:
@@ -120,19 +116,12 @@ def _start(options: TrainOptions) -> None:
     check_connection(config, world_size, num_hosts)
     launch.run(
         train_rank,
-        (config, options.folder, options.resume, options.tensorboard),
+        (config, out, options.resume),
         world_size=world_size,
         backend=backend,
         timeout=config.strategy.timeout,
         on_failure=config.strategy.on_failure,
     )
-
-
-def _summary(final: dict[str, Any]) -> str:
-    """The end of a run in one line."""
-    accuracy = final["accuracy"]
-    reached = "no test split" if accuracy is None else f"accuracy {100 * accuracy:.2f} %"
-    return f"{'diverged at' if final['diverged'] else 'finished'} step {final['step']}, {reached}"
 
 
 if __name__ == "__main__":

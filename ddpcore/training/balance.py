@@ -24,10 +24,7 @@ ROUNDS, REPEATS = 3, 9  # each round measures the sizes that the last one has de
 def balanced(placement: LearnerPlacement, dataset: Dataset, resumed: Path | None = None) -> LearnerPlacement:
     """The placement with ``data.learners_batch`` set, if the config has ``data.balance`` and no sizes yet. Collective.
 
-    A run in the folder ``resumed`` keeps its sizes.
-
-    Raises:
-        ValueError: the learners are virtual ones, which share a process and have no speed of their own.
+    A run in the folder ``resumed`` keeps its sizes. ValueError: virtual learners have no speed of their own.
     """
     config, world = placement.config, placement.world
     if not config.data.balance or config.data.learners_batch:

@@ -46,10 +46,7 @@ class LearnerPlacement:
     def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> LearnerPlacement:
         """The placement as seen from this process; a ``world`` of None is a world of one process.
 
-        Args:
-            config: of the run.
-            world: the ranks.
-            left: the learners of a run in which ranks have died or joined, one on each rank.
+        ``left`` are the learners of a run in which ranks have died or joined, one on each rank.
 
         Raises:
             ValueError: the learners cannot be divided among the ranks, the ranks have no process group, or torch sees
@@ -104,11 +101,7 @@ class LearnerPlacement:
 
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
-    """The data set of the config. One rank of each machine downloads and verifies the files before the others read.
-
-    Raises:
-        ValueError: see :func:`read_dataset`.
-    """
+    """:func:`read_dataset`, where one rank of each machine downloads and verifies the files before the others read."""
     first = placement.world.local_rank == 0
     if not first:
         placement.barrier("the wait for the files of the data set")
@@ -121,8 +114,7 @@ def build_dataset(placement: LearnerPlacement) -> Dataset:
 def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
     """The data set of the config, on the CPU. Only with ``first``, missing files are downloaded and files are verified.
 
-    Raises:
-        ValueError: files are missing or damaged, or the options do not fit the data set.
+    ValueError: files are missing or damaged, or the options do not fit the data set.
     """
     return load_dataset(
         config.data.name,
@@ -130,11 +122,11 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
         **{name: getattr(config.data, name) for name in DATASET_FIELDS},
         download=config.data.download and first,
         verify=first,
-        **{**shape_options(config), **config.data.options},
+        **{**_shape_options(config), **config.data.options},
     )
 
 
-def shape_options(config: TrainConfig) -> dict[str, Any]:
+def _shape_options(config: TrainConfig) -> dict[str, Any]:
     """Options of the data set ``synthetic``: the shape of the model's samples. Other data sets need none."""
     if config.data.name != "synthetic":
         return {}
@@ -143,17 +135,30 @@ def shape_options(config: TrainConfig) -> dict[str, Any]:
     return {**shape, "num_classes": spec.num_classes}
 
 
+class Datasets:
+    """Builds the data set of a config, and reuses the last one if the next run needs the same."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._dataset: Dataset | None = None
+
+    def of(self, placement: LearnerPlacement) -> Dataset:
+        """The data set. ValueError as :func:`build_dataset`. Collective."""
+        config = placement.config
+        names = ("name", "options", *DATASET_FIELDS)
+        key = repr(_shape_options(config)), config.run.seed, *(repr(getattr(config.data, name)) for name in names)
+        if self._dataset is None or key != self._key:
+            self._key, self._dataset = key, build_dataset(placement)
+        return self._dataset
+
+
 def needs_ranks(config: TrainConfig) -> bool:
     """Whether the strategy of the config cannot run on virtual learners."""
     return "virtual" not in config.checked_strategy.traits.transports
 
 
 def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> None:
-    """Check that the strategy runs on so many ranks, before any is started. 0 and 1 are one process.
-
-    Raises:
-        ValueError: it does not run over their connection.
-    """
+    """ValueError unless the strategy runs on so many ranks, before any is started. 0 and 1 are one process."""
     strategy, learners = config.checked_strategy, config.strategy.learners
     if isinstance(strategy, Baseline):
         return
@@ -183,11 +188,7 @@ def backend_here(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> Cho
 
 
 def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
-    """Which samples each learner takes at a step.
-
-    Raises:
-        ValueError: the shards do not fit the data set, or the batch does not.
-    """
+    """Which samples each learner takes at a step. ValueError: the shards or the batch do not fit the data set."""
     parts, data, learners = None, config.data, config.strategy.learners
     if data.shards != SHARDS[0]:
         labels = dataset.train.labels.cpu()
@@ -206,14 +207,9 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
 
 
 def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
-    """Length of the run in steps.
-
-    Raises:
-        ValueError: the run ends before the last step of ``batch_growth``.
-    """
+    """Length of the run in steps. ValueError: it ends before the last step of ``batch_growth``."""
     num = config.run.steps if config.run.steps is not None else batches.first_step(config.run.epochs or 0)
-    if config.data.batch_growth and config.data.batch_growth[-1][0] >= num:
-        step = config.data.batch_growth[-1][0]
+    if config.data.batch_growth and (step := config.data.batch_growth[-1][0]) >= num:
         raise ValueError(f"data.batch_growth has the step {step}: the run ends after {num} steps, take earlier steps")
     return num
 
@@ -270,8 +266,7 @@ def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) 
 def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     """Build the parts of a run on torch's ``meta`` device: without memory for weights, in milliseconds.
 
-    Raises:
-        ValueError: data, model, optimizer or strategy do not fit together, or refuse the value of an option.
+    ValueError: data, model, optimizer or strategy do not fit together, or refuse the value of an option.
     """
     batches = build_batches(config, dataset)
     schedule = build_schedule(config, batches)
@@ -298,17 +293,16 @@ def build_trainer(
     buckets: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Trainer:
-    """The trainer at its first step, or at the step in which this rank joins a run.
+    """The trainer at its first step, or, with the ``store`` of a run, at the step in which this rank joins that run.
 
     Args:
         placement: config and ranks.
-        dataset: the data set, on any device.
+        dataset: on any device.
         store: of a run to join; None begins one.
         buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
         options: arguments of :func:`ddpcore.distribute` that replace the config's.
 
-    Raises:
-        ValueError: model, data, world and strategy do not fit together.
+    ValueError: model, data, world and strategy do not fit together.
     """
     config, rank = placement.config, placement.world.rank
     batches = build_batches(config, dataset)
@@ -378,7 +372,6 @@ LEAST_WORK = 2e7
 with 1000 digits) two threads are slower than one, at 27 million (LeNet-5 with 32 images) they are 1.2 times as fast."""
 PER_INPUT = 20  # operations for each number of the samples, for models without matrix products
 
-
 AT_ONCE_WORK = 5e7
 """Operations of a learner's forward pass below which its memory is small, and passes in turn take up to a sixth longer
 (measured). From here on they take as long."""
@@ -387,9 +380,8 @@ AT_ONCE_WORK = 5e7
 def _at_once(config: TrainConfig, dataset: Dataset, placement: LearnerPlacement) -> int | None:
     """All virtual learners if their passes are small; None leaves it to :meth:`ddpcore.Distributed.split`."""
     num = len(placement.learners)
-    if num < 2 or forward_work(config, dataset, placement.world.world_size) / num >= AT_ONCE_WORK:
-        return None
-    return num
+    is_small = num > 1 and forward_work(config, dataset, placement.world.world_size) / num < AT_ONCE_WORK
+    return num if is_small else None
 
 
 def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float:

@@ -35,12 +35,8 @@ class Checkpoints:
     there as ``replaced-00000123``. It gets its name back if the process is killed in between. A folder is renamed
     before it is removed, so a folder with a final name has all of its files. Loading does not unpickle anything.
 
-    Attributes:
-        folder: created by the first :meth:`save`.
-        config: the config of the run as plain values; stored in every checkpoint.
-        rank: of this process.
-        num_ranks: number of processes of the run.
-        comm: for ranks that may die, their connection: a checkpoint has the ranks that are left, by their ids.
+    The ``config`` of the run, as plain values, is stored in every checkpoint. ``comm`` is the connection of ranks that
+    may die: then a checkpoint has the ranks that are left, by their ids.
     """
 
     folder: Path
@@ -65,16 +61,10 @@ class Checkpoints:
         return step_folder(self.folder, step)
 
     def save(self, step: int, state: Any, *, keep_last: int, best: int | None = None) -> bool:
-        """Write the state of this process, and remove old checkpoints. Collective.
+        """Write the state of this process, and keep the last checkpoints and the one of the step ``best``. Collective.
 
         Checkpoints of later steps, which an earlier process of a resumed run has written, and incomplete folders of a
-        crash are removed too.
-
-        Args:
-            step: the step of the checkpoint.
-            state: see :func:`ddpcore.storage.serialization.pack`.
-            keep_last: how many of the last checkpoints to keep, including this one.
-            best: step of one more checkpoint to keep.
+        crash are removed. ``state`` is what :func:`ddpcore.storage.serialization.pack` takes.
 
         Returns:
             False if a rank died meanwhile: nothing is saved, and ``state`` is of more learners than are left.
@@ -153,13 +143,9 @@ class Checkpoints:
     ) -> tuple[int, Any] | None:
         """Step and state of the last complete checkpoint; None if there is no checkpoint. Collective.
 
-        Damaged checkpoints after it are renamed to ``damaged-00000123`` and no longer count.
-
-        Args:
-            device: for tensors that were on an accelerator.
-            warn: called with one line for each damaged checkpoint.
-            moves: whether the run may have had another number of learners. Then the state is a list, with the states of
-                all processes that have written the checkpoint.
+        Damaged checkpoints after it are renamed to ``damaged-00000123`` and no longer count. ``warn`` gets one line for
+        each of them. Tensors that were on an accelerator go to the device. With ``moves`` the run may have had another
+        number of learners. Then the state is a list, of all processes that have written the checkpoint.
 
         Raises:
             ValueError: all checkpoints are damaged, or, without ``moves``, another number of processes has written the

@@ -28,10 +28,7 @@ from ddpcore.training.sections import (
     RunConfig,
     Section,
     StrategyConfig,
-    hints_of,
     key_of,
-    parts_of,
-    plain_fields,
     random_samples,
     table_of,
 )
@@ -199,9 +196,8 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         """The config with these sections; a missing section or field has its default.
 
-        Args:
-            values: a table for each section, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``.
-                A key that is not a field of the section is an option of its part.
+        A section is a table, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``. A key that is
+        not a field of the section is an option of its part.
 
         Raises:
             ValueError: a key is unknown (the message names the most similar one), or a value is wrong.
@@ -234,10 +230,8 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     """Sections of a config, all or some, with overrides, key by key.
 
     If a part itself changes, its old options are dropped; the other fields of its section stay. ``run.steps`` replaces
-    ``run.epochs``, and the other way round. A mapping among the options of a part is replaced as a whole.
-
-    Raises:
-        ValueError: a section is no table.
+    ``run.epochs``, and the other way round. A mapping among the options of a part is replaced as a whole. ValueError: a
+    section is no table.
     """
     result = dict(values)
     for name, more in overrides.items():
@@ -247,11 +241,11 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 def _merged_section(section: type[Section], values: Any, overrides: Any) -> dict[str, Any]:
     old, new = table_of(section, values), table_of(section, overrides)
-    for part in parts_of(section):
+    for part in section.PARTS:
         default = _defaults()[section.KEY][part]
         if part == "name":
             if new.get("name", was := old.get("name", default)) != was:
-                old = {key: value for key, value in old.items() if key in plain_fields(section)}
+                old = {key: value for key, value in old.items() if key in section.PLAIN}
         elif part in new:
             before, after = (
                 one if isinstance(one, Mapping) else {"name": one} for one in (old.get(part, {}), new[part])
@@ -276,13 +270,8 @@ def _defaults() -> dict[str, Any]:
 def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[str] = ()) -> None:
     """Check some sections of a config by themselves: keys, types and ranges of their fields, without options of parts.
 
-    Args:
-        values: by section.
-        what: what has the sections, for error messages.
-        others: further keys that an error may suggest.
-
-    Raises:
-        ValueError: a section or field does not exist, or a value is not allowed; the message begins with ``what``.
+    ValueError: a section or field does not exist, or a value is not allowed. The message begins with ``what``, which
+    has the sections, and may suggest one of ``others``.
     """
     _check_sections(what or _A_RUN, values, others)
     for name, table in values.items():
@@ -291,7 +280,7 @@ def check_settings(values: Mapping[str, Any], what: str = "", others: Sequence[s
         try:
             for key, value in section.arguments(table).items():
                 spelled = key_of(section, key)
-                check_value(spelled, typed(spelled, value, hints_of(section)[key]), items[key])
+                check_value(spelled, typed(spelled, value, section.HINTS[key]), items[key])
         except ValueError as error:
             raise ValueError(f"{what}: {error}" if what else str(error)) from None
 
@@ -311,7 +300,7 @@ def describe_fields(word: str = "") -> list[tuple[str, str]]:
         (key_of(section, item.name), described(item).replace("``", ""))
         for section in CLASSES.values()
         for item in fields(section)
-        if item.name in plain_fields(section)
+        if item.name in section.PLAIN
     ]
     return [(key, text) for key, text in found if word.lower() in f"{key} {text}".lower()]
 

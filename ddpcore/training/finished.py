@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ddpcore.data import Dataset
 from ddpcore.data.shards import permutation
@@ -25,14 +25,7 @@ _KEY = (0, 0, 0, 4)  # key of the permutation of the samples; no other random dr
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FinishedRun:
-    """What a run has left.
-
-    Attributes:
-        path: its folder.
-        config: as recorded.
-        model: the averaged model at the end, in evaluation mode.
-        dataset: its data, on the device of the model.
-    """
+    """What a run has left: its config, the averaged model at the end, in evaluation mode, and its data beside it."""
 
     path: Path
     config: TrainConfig
@@ -41,11 +34,7 @@ class FinishedRun:
 
     @classmethod
     def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
-        """Load the folder of a run.
-
-        Args:
-            path: the ``out`` of ``train``.
-            data_dir: the folder of the data set's files, if it is another one than in the config.
+        """Load the folder of a run, the ``out`` of ``train``; ``data_dir`` if the data set's files have moved.
 
         Raises:
             ValueError: there is no run, it has no final model, its model is of another architecture, or the data are
@@ -86,11 +75,8 @@ class FinishedRun:
         if not 1 <= num <= len(samples):
             raise ValueError(f"samples is {num}: take 1 to {len(samples)}, the size of the split {split!r}")
         order = torch.from_numpy(permutation(len(samples), *_KEY)[:num].copy())
-        return DataLoss(self.model, _cross_entropy, [samples.batch(part) for part in order.split(BATCH_SIZE)])
-
-
-def _cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.float(), labels)
+        batches = [samples.batch(part) for part in order.split(BATCH_SIZE)]
+        return DataLoss(self.model, lambda outputs, labels: F.cross_entropy(outputs.float(), labels), batches)
 
 
 def _load(model: nn.Module, path: Path) -> None:

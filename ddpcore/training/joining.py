@@ -1,24 +1,18 @@
-"""How a new rank finds a run in progress, and what it needs to know of it: the address of its store, the progress."""
+"""How a new rank finds a run in progress: the address of its store."""
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ddpcore.comm.base import Communicator
 from ddpcore.records.run import ADDRESS
 from ddpcore.storage.json_lines import read_json, write_json
 from ddpcore.storage.limits import shown
-from ddpcore.training.progress import Progress
 
 CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
-_BYTES = 4096  # of the message to a new rank
 
 
 def write_address(out: Path) -> None:
@@ -32,17 +26,8 @@ def write_address(out: Path) -> None:
         write_json(out / ADDRESS, {"path": store.path})  # type: ignore[attr-defined]
 
 
-def remove_address(out: Path) -> None:
-    """At the end of the run."""
-    (out / ADDRESS).unlink(missing_ok=True)
-
-
 def store_of(out: Path) -> dist.Store:
-    """A new client of the store of the run in a folder.
-
-    Raises:
-        ValueError: no run is in progress there that a rank can join.
-    """
+    """A new client of the store of the run in a folder. ValueError: none is in progress there that a rank can join."""
     if not (out / ADDRESS).exists():
         raise ValueError(f"{shown(out)} has no run in progress with real ranks and on_failure='shrink': start that")
     address = read_json(out / ADDRESS)
@@ -57,27 +42,3 @@ def store_of(out: Path) -> dist.Store:
             f"{shown(out)}: the store at {address['host']}:{address['port']} does not answer: the run has ended, or "
             "this is another machine and the run was not started by torchrun"
         ) from error
-
-
-def share_progress(comm: Communicator, progress: Progress, writer: int, new: int) -> int:
-    """In the step in which a rank joins: give it the progress of the run. Collective.
-
-    Args:
-        comm: the members, the new one among them.
-        progress: of this rank; the progress of the new one changes.
-        writer: the id of the rank that writes the record; any value on the new one.
-        new: the id of the new rank.
-
-    Returns:
-        The id of the rank that writes.
-    """
-    text = json.dumps({"writer": writer, **progress.shared()}).encode()
-    rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
-    if comm.member != new:
-        return writer
-    assert comm.membership is not None
-    given = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
-    content: dict[str, Any] = json.loads(bytes(given.tolist()))
-    writer = content.pop("writer")
-    progress.take(content)
-    return writer

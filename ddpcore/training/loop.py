@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.learner import NonFinite, NonFiniteError, is_finite
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
-from ddpcore.training.joining import share_progress
 from ddpcore.training.progress import Progress
-from ddpcore.training.run_writer import RunWriter
+from ddpcore.training.run_writer import RunWriter, warn
 from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.trainer import Trainer
 
@@ -30,14 +28,8 @@ from ddpcore.training.trainer import Trainer
 class StepRecorder:
     """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
 
-    A line holds ``step``; ``learners`` of this rank and the ``loss`` of each; ``batch_size`` of a complete batch,
-    if it grows in the run; ``seconds`` since the last step ended (without evaluations, checkpoints and checks of
-    the loss); ``exposed``, the seconds in which the rank averaged or waited for others and did nothing else;
-    ``compute``, the other seconds; ``overlapped``, the part of ``compute`` in which a transfer was started and not
-    yet needed, so that at most this much communication was hidden; ``forward`` and ``backward``, the seconds of own
-    work in these passes; and ``waits``, the seconds that it waited for each other rank (only over shared memory). With
-    ``ddp``, ``exposed`` is the wait at the end of the backward pass, and ``overlapped`` is None. On a GPU each step
-    waits for the device, so that the times are the work's, not its start's.
+    docs/report.md explains the keys of a line. On a GPU each step waits for the device, so that the times are the
+    work's, not its start's.
     """
 
     def __init__(self, out: Path, rank: int, trainer: Trainer) -> None:
@@ -107,7 +99,7 @@ def _keep(path: Path, step: int) -> None:
     """Keep the lines up to a step, from which the run goes on."""
     known = read_lines(path)
     for problem in known.problems:
-        print(f"ddpcore: {problem}: the run goes on without it", file=sys.stderr, flush=True)
+        warn(f"{problem}: the run goes on without it")
     steps = (line for line in known.rows if isinstance(line.get("step"), int))
     write_lines(path, [line for line in steps if line["step"] <= step])
 
@@ -115,19 +107,11 @@ def _keep(path: Path, step: int) -> None:
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Loop:
     """A run in progress: all its parts, and the loop over its steps.
 
-    Attributes:
-        placement: config, ranks and device.
-        trainer: takes the steps.
-        measured: the statistics along the run.
-        progress: losses, times and evaluations so far.
-        checkpoints: the checkpoints of the run.
-        writer: writes record and model; None on all ranks except rank 0.
-        take_over: makes a writer in the first rank that is left, because the one that wrote has died.
-        steps: records every step; None without ``record_steps``.
+    Only rank 0 has a ``writer``. ``take_over`` makes one in the first rank that is left after that rank has died.
     """
 
     placement: LearnerPlacement
@@ -176,7 +160,10 @@ class Loop:
                     self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
                 )
                 self._write_rows(num_found, self._changes())
-                self._show(loss)
+                if self.writer is not None:
+                    reached = "" if progress.accuracy is None else f", accuracy {100 * progress.accuracy:.2f} %"
+                    epoch = 1 + self.batches.epoch(step - 1)
+                    self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()
@@ -196,7 +183,7 @@ class Loop:
         joined = [change.joined[0] for change in changes if change.joined]
         if self.joins or joined:
             new = joined[-1] if self.comm.member is None or not self.joins else self.comm.member
-            self._writer = share_progress(self.comm, self.progress, self._writer, new)
+            self._writer = self.progress.share(self.comm, self._writer, new)
             self.joins = False
 
     def _is_over(self) -> bool:
@@ -206,14 +193,7 @@ class Loop:
         return self.trainer.num_steps >= self.total_steps or self.progress.diverged or has_reached
 
     def _write_rows(self, num_found: int, changes: Sequence[dict[str, Any]] = ()) -> None:
-        """Write what happened since the last call, in the order of steps.
-
-        Reading statistics waits for the device; a check of the loss has just done so.
-
-        Args:
-            num_found: gather at most so many numbers that are not finite from each rank; collective if it is not 0.
-            changes: rows of who has died.
-        """
+        """Write what happened since the last call, in the order of steps. Collective if ``num_found`` is not 0."""
         found = self._collect(num_found) if num_found else []
         rows = [*found, *changes, *self.measured.new_rows()]
         if self.writer is not None:
@@ -221,11 +201,7 @@ class Loop:
                 self.writer.write(row)
 
     def _collect(self, num_found: int) -> list[dict[str, Any]]:
-        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective.
-
-        With ``raise``, the run has diverged: so all ranks end it at the same step, as virtual learners do. Until then a
-        learner whose gradients are not finite takes no step.
-        """
+        """Rows of what was found since the last check, at most ``num_found`` on each rank. Collective."""
         found, names = self.trainer.handle.nonfinite, [name for name, _ in self.trainer.module.named_parameters()]
         mine = torch.full((len(self.comm.learners), num_found, 3), -1, dtype=torch.int64, device="cpu")
         for index, one in enumerate(found):
@@ -233,17 +209,12 @@ class Loop:
             mine[0, index] = torch.tensor([one.step, learner, names.index(one.parameter)], device="cpu")
         found.clear()
         everyone = self.comm.gather(mine.to(self.placement.device)).flatten(0, 1).tolist()
-        events = [
-            NonFinite(
-                step=step,
-                learner=None if learner < 0 else learner,
-                parameter=names[index],
-                what="gradient",
-                action=self.config.strategy.on_nonfinite,
-            )
-            for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0})
-        ]
-        if self.config.strategy.on_nonfinite == "raise":
+        action = self.config.strategy.on_nonfinite
+        events = []
+        for step, learner, index in sorted({(*row,) for row in everyone if row[0] >= 0}):
+            whose = None if learner < 0 else learner
+            events.append(NonFinite(step=step, learner=whose, parameter=names[index], what="gradient", action=action))
+        if action == "raise":  # all ranks end at the same step, as virtual learners do
             self.progress.diverged, self.progress.reason = True, str(events[0])
         return [{"kind": "nonfinite", **asdict(event)} for event in events]
 
@@ -258,13 +229,6 @@ class Loop:
             self.writer = self.take_over()
         step = self.trainer.num_steps
         return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
-
-    def _show(self, loss: float) -> None:
-        if self.writer is not None:
-            step, accuracy = self.trainer.num_steps, self.progress.accuracy
-            reached = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-            epoch = 1 + self.batches.epoch(step - 1)
-            self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
 
     def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
         every = self.config.run.checkpoint_every
@@ -356,27 +320,22 @@ class Loop:
         with self._paused():
             while True:
                 members = self.checkpoints.members
-                is_saved = self._try_to_save()
+                is_saved = self._try_to_save(members)
                 if self.checkpoints.members == members:
                     return is_saved
                 # a rank has died meanwhile, and the state depends on who is left: again without it
 
-    def _try_to_save(self) -> bool:
-        """Save, unless a number is not finite, or a rank dies before."""
-        members, state = self.checkpoints.members, self.trainer.state_dict()
-        if not self.config.run.save_nonfinite:
-            is_bad = not is_finite(tensors_of(state))
-            bad_L = torch.full(
-                (len(self.comm.learners),), float(is_bad), device=self.placement.device, dtype=torch.float32
-            )
-            if bool(self.comm.gather(bad_L).any()):
-                if self.writer is not None:
-                    self.writer.warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
-                return False
+    def _try_to_save(self, members: tuple[int, ...]) -> bool:
+        state = self.trainer.state_dict()
+        if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
+            if self.writer is not None:
+                warn(f"step {self.trainer.num_steps}: not finite, so no checkpoint is written")
+            return False
         if self.checkpoints.members != members:
             return False
         # A run that resumes here does not compute these records again, so older events must stand before them.
-        self._write_rows(0 if self.config.strategy.on_nonfinite == "raise" else self._num_found())
+        raises = self.config.strategy.on_nonfinite == "raise"
+        self._write_rows(0 if raises else self._most(len(self.trainer.handle.nonfinite)))
         if self.writer is not None:
             self.writer.sync()
         best = self.progress.best
@@ -388,12 +347,10 @@ class Loop:
         )
         return True
 
-    def _num_found(self) -> int:
-        """The largest number of events of one rank that are not written yet. Collective."""
-        found_L = torch.full(
-            (len(self.comm.learners),), float(len(self.trainer.handle.nonfinite)), dtype=torch.float32, device="cpu"
-        )
-        return int(self.comm.gather(found_L.to(self.placement.device)).max())
+    def _most(self, number: int) -> int:
+        """The largest number of any rank. Collective."""
+        mine_L = torch.full((len(self.comm.learners),), float(number), dtype=torch.float32, device="cpu")
+        return int(self.comm.gather(mine_L.to(self.placement.device)).max())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

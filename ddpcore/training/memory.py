@@ -22,12 +22,10 @@ def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) ->
 
     Work space of kernels, such as that of convolutions, is not counted.
     """
-    sizes: dict[int, int] = {}
-    kept: list[Tensor] = []  # else the next tensor may have the same storage
+    saved: dict[int, torch.UntypedStorage] = {}  # kept alive, else the next tensor may have the same one
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -42,7 +40,7 @@ def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) ->
         except (RuntimeError, NotImplementedError, ValueError):
             return None
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    return sum(size for key, size in sizes.items() if key not in own)
+    return sum(storage.nbytes() for key, storage in saved.items() if key not in own)
 
 
 def num_states(config: TrainConfig) -> int:

@@ -5,6 +5,7 @@ Shapes: L learners of this process, n learners in all.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from dataclasses import dataclass, fields
@@ -15,40 +16,26 @@ from torch import Tensor
 
 from ddpcore.comm.base import Communicator
 
+_BYTES = 4096  # of the message to a rank that joins
+
 
 @dataclass
 class Progress:
-    """Progress of a run. The sums of losses stay on the device, so that no step waits for it.
+    """Progress of a run. The sums of losses stay on the device, so that no step waits for it."""
 
-    Attributes:
-        epoch_loss_L: sum of the losses of the steps of this epoch.
-        window_loss_L: sum of the losses since the last :meth:`check`.
-        epoch_lost_L: steps of this epoch whose loss is not in ``epoch_loss_L``, because it was not finite.
-        window_lost_L: the same for ``window_loss_L``.
-        epoch_steps: number of steps in ``epoch_loss_L``.
-        window_steps: number of steps in ``window_loss_L``.
-        first_loss: loss of the first step, mean over all learners.
-        accuracy: of the last evaluation.
-        best: accuracy, epoch and step of the best evaluation.
-        epoch_seconds: seconds of training in this epoch.
-        seconds: :attr:`total_seconds` when this object was made: 0, or the value of a checkpoint.
-        diverged: whether the run has diverged.
-        reason: why, if a number that is not finite is the reason.
-    """
-
-    epoch_loss_L: Tensor
-    window_loss_L: Tensor
-    epoch_lost_L: Tensor
-    window_lost_L: Tensor
+    epoch_loss_L: Tensor  # sum of the losses of the steps of this epoch
+    window_loss_L: Tensor  # sum of the losses since the last check
+    epoch_lost_L: Tensor  # steps of this epoch whose loss is not in the sum, because it was not finite
+    window_lost_L: Tensor  # the same since the last check
     epoch_steps: int = 0
     window_steps: int = 0
-    first_loss: float | None = None
-    accuracy: float | None = None
-    best: dict[str, Any] | None = None
-    epoch_seconds: float = 0.0
-    seconds: float = 0.0
+    first_loss: float | None = None  # of the first step, mean over all learners
+    accuracy: float | None = None  # of the last evaluation
+    best: dict[str, Any] | None = None  # accuracy, epoch and step of the best evaluation
+    epoch_seconds: float = 0.0  # of training
+    seconds: float = 0.0  # total_seconds when this object was made: 0, or the value of a checkpoint
     diverged: bool = False
-    reason: str | None = None
+    reason: str | None = None  # of the divergence, if it is a number that is not finite
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter() - self.seconds
@@ -79,16 +66,9 @@ class Progress:
     def check(
         self, comm: Communicator, stop: bool, diverged_above: float | None, num_found: int = 0
     ) -> tuple[float, bool, int]:
-        """Compute the loss since the last check, detect divergence, and agree on whether to stop. Collective.
+        """The mean loss since the last check, whether any rank must stop, and the largest ``num_found``. Collective.
 
-        Args:
-            comm: the learners.
-            stop: whether this rank must stop.
-            diverged_above: see ``TrainConfig``.
-            num_found: a number of this rank.
-
-        Returns:
-            The mean loss over steps and learners, whether any rank must stop, and the largest ``num_found``.
+        A loss that is not finite, or more than ``diverged_above`` times the first one, is a divergence.
         """
         numbers = (torch.full_like(self.window_loss_L, number) for number in (stop, num_found))
         mine_L4 = torch.stack([self.window_loss_L, self.window_lost_L, *numbers], dim=1)
@@ -123,18 +103,28 @@ class Progress:
         self.best = {"accuracy": accuracy, "epoch": epoch, "step": step}
         return True
 
-    def shared(self) -> dict[str, Any]:
-        """What is the same on all ranks, for a rank that joins."""
-        names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
-        return {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
+    def share(self, comm: Communicator, writer: int, new: int) -> int:
+        """In the step in which the rank ``new`` joins: give it the progress of the run, and the id of the ``writer``.
 
-    def take(self, shared: dict[str, Any]) -> None:
-        """Adopt the progress of the run to join; steps before joining count as lost."""
-        for name, value in shared.items():
+        Collective over the members, the new one among them, whose ``writer`` may be any value. For it, steps before
+        joining count as lost. Returns the id of the rank that writes the record.
+        """
+        names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
+        mine = {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
+        text = json.dumps({"writer": writer, **mine}).encode()
+        rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
+        if comm.member != new:
+            return writer
+        assert comm.membership is not None
+        row = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
+        given: dict[str, Any] = json.loads(bytes(row.tolist()))
+        writer = given.pop("writer")
+        for name, value in given.items():
             setattr(self, name, value)
         self.epoch_lost_L.fill_(self.epoch_steps)
         self.window_lost_L.fill_(self.window_steps)
         self._started = time.perf_counter() - self.seconds
+        return writer
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""

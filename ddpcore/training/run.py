@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
 from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.config import nested
-from ddpcore.records.run import CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
+from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
 from ddpcore.runtime.launch import Stopped, World
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.signals import StopSignal
@@ -27,11 +26,11 @@ from ddpcore.training.balance import balanced
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
-from ddpcore.training.joining import remove_address, store_of, write_address
+from ddpcore.training.joining import store_of, write_address
 from ddpcore.training.loop import Loop, StepRecorder
 from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
-from ddpcore.training.run_writer import OnRecord, RunWriter, load_tensorboard
+from ddpcore.training.run_writer import OnRecord, RunWriter, warn
 from ddpcore.training.statistics import Measurements
 from ddpcore.training.trainer import Trainer
 
@@ -47,7 +46,6 @@ def train(
     world: World | None = None,
     resume: bool = False,
     dataset: Dataset | None = None,
-    tensorboard: bool = False,
     on_record: OnRecord | None = None,
     announce: bool = False,
 ) -> RunRecord:
@@ -62,7 +60,6 @@ def train(
             are virtual learners of this process.
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
-        tensorboard: also write the numbers of the record for TensorBoard.
         on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
             it raises ends the run.
         announce: print an estimate of the memory on standard error before the first step.
@@ -80,9 +77,6 @@ def train(
     left = members_left(out / CHECKPOINTS) if resume and may_shrink else None
     placement = LearnerPlacement.of(config, world, left)
     load_safetensors()  # a missing package is reported before the training
-    if tensorboard:
-        load_tensorboard()
-    outputs = {"tensorboard": tensorboard, "on_record": on_record}
     if (finished := _check_folder(config, out, resume, dataset)) is not None:
         return finished
     with StopSignal() as stop_signal, placement.time_limit():
@@ -90,26 +84,22 @@ def train(
         check_samples(config, dataset)
         trainer = build_trainer(placement := balanced(placement, dataset, out if resume else None), dataset)
         measured = Measurements(config.run, trainer)
-        _announce(estimate(config, trainer) if announce and placement.world.rank == 0 else "")
+        if announce and placement.world.rank == 0:
+            warn(estimate(config, trainer))
         with locked(out) if placement.world.rank == 0 else nullcontext():
             placement.barrier("the wait for the lock of the folder")  # rank 0 holds it for all
             # Check again: the data are known now, and no other process can change the folder any more.
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, measured, out, resume, outputs, stop_signal)
+                finished = _train(placement, trainer, measured, out, resume, on_record, stop_signal)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
 
-def _announce(line: str) -> None:
-    if line:
-        print(f"ddpcore: {line}", file=sys.stderr, flush=True)
-
-
-def train_rank(world: World, config: TrainConfig, out: Path, resume: bool, tensorboard: bool) -> None:
+def train_rank(world: World, config: TrainConfig, out: Path, resume: bool) -> None:
     """One of the ranks that :func:`ddpcore.runtime.launch.run` starts: see :func:`train`."""
-    train(config, out=out, world=world, resume=resume, tensorboard=tensorboard, announce=True)
+    train(config, out=out, world=world, resume=resume, announce=True)
 
 
 def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
@@ -118,9 +108,6 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
     Args:
         out: the folder of the run, whose record has the config.
         dataset: used instead of the data set of the config.
-
-    Returns:
-        The record.
 
     Raises:
         ValueError: no such run is in progress there, this rank has other data, or the run can take no rank.
@@ -137,8 +124,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
         if dataset.digest() != header["dataset_digest"]:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
-        outputs = {"tensorboard": False, "on_record": None}
-        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, outputs, stop_signal)
+        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, None, stop_signal)
     stop_signal.pass_on()
     return finished
 
@@ -149,7 +135,7 @@ def _train(
     measured: Measurements,
     out: Path,
     resume: bool,
-    outputs: dict[str, Any],
+    on_record: OnRecord | None,
     stop_signal: StopSignal,
 ) -> RunRecord:
     """Train in a locked folder."""
@@ -160,6 +146,7 @@ def _train(
         folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
     )
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
+    progress = progress or Progress.start(num_rows, placement.device)
     recorder = StepRecorder(out, rank, trainer) if config.run.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
@@ -168,24 +155,15 @@ def _train(
 
     def take_over() -> RunWriter:
         stack.enter_context(locked(out))
-        return stack.enter_context(_writer(placement, trainer, out, outputs))
+        return stack.enter_context(_writer(placement, trainer, out, on_record))
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
-        writer = stack.enter_context(_writer(placement, trainer, out, outputs)) if is_first else None
-        loop = Loop(
-            placement=placement,
-            trainer=trainer,
-            measured=measured,
-            progress=progress or Progress.start(num_rows, placement.device),
-            checkpoints=checkpoints,
-            writer=writer,
-            steps=steps,
-            take_over=take_over,
-        )
+        writer = stack.enter_context(_writer(placement, trainer, out, on_record)) if is_first else None
+        loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
         ended = loop.run(stop_signal)
         if loop.writer is not None:
-            remove_address(out)
+            (out / ADDRESS).unlink(missing_ok=True)
     if comm is not None:  # only those that are left can wait for each other
         comm.gather(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     else:
@@ -200,11 +178,7 @@ def _train(
 
 
 def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset | None) -> RunRecord | None:
-    """The record of this run if it is finished, otherwise None.
-
-    Raises:
-        ValueError: the folder holds another run, or any run while ``resume`` is False.
-    """
+    """The record of this run if it is finished. ValueError: the folder has another run, or any without ``resume``."""
     path, checkpoints = out / RECORD, out / CHECKPOINTS
     if not resume and (path.exists() or (checkpoints.is_dir() and any(checkpoints.iterdir()))):
         raise ValueError(f"{shown(out)} holds a run already: take another folder, or resume=True to go on with it")
@@ -229,7 +203,6 @@ def _resume(
     placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
-    warn = lambda line: print(f"ddpcore: {line}", file=sys.stderr, flush=True)  # noqa: E731
     saved = checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)
     if saved is None:
         return None
@@ -247,9 +220,7 @@ def _resume(
 def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) -> list[str]:
     """The keys in which a saved run differs. A resumed run may be longer, or have another number of learners.
 
-    Raises:
-        ValueError: its learning rates depend on its length; or its learners have samples of their own, so others cannot
-            take them.
+    ValueError where its learning rates depend on its length, or its learners have samples of their own.
     """
     known = nested(known)
     own, theirs = config.strategy.learners, known.get("strategy", {}).get("learners", 1)
@@ -290,16 +261,15 @@ def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements
     return Progress(**progress)
 
 
-def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: dict[str, Any]) -> RunWriter:
+def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, on_record: OnRecord | None) -> RunWriter:
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
     batches, parts = trainer.batches, trainer.batches.parts
     here = {**machine(placement.device.type), "threads": torch.get_num_threads()}
-    num_elements = sum(parameter.numel() for parameter in trainer.module.parameters())
     header: dict[str, Any] = {
         "kind": "run",
         "config": config.to_dict(),
-        "num_parameters": num_elements,
+        "num_parameters": sum(parameter.numel() for parameter in trainer.module.parameters()),
         "num_samples": {name: len(split) for name, split in dataset.splits().items()},
         "dataset": dataset.name,
         "dataset_digest": dataset.digest(),
@@ -315,7 +285,7 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, outputs: d
     }
     learners = {"learners": config.strategy.learners}
     resumed = {"kind": "resume", "step": step, **learners, **left, **here} if step else None
-    return RunWriter(out, header, resumed, **outputs)
+    return RunWriter(out, header, resumed, on_record)
 
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -46,21 +45,24 @@ class Section:
     """
 
     KEY: ClassVar[str]  # its key in a config
+    HINTS: ClassVar[dict[str, Any]]  # the type of each field
+    PARTS: ClassVar[dict[str, Registry[Any] | None]]  # fields that name a part with options, and its registry if any
+    PLAIN: ClassVar[tuple[str, ...]]  # all fields but those for the options of a part: the keys that a file may have
 
     def __new__(cls, *values: Any, **given: Any) -> Self:
         """Refuse unknown fields with a suggestion, before ``__init__`` raises TypeError."""
-        check_keys(cls.__name__, given, hints_of(cls))
+        check_keys(cls.__name__, given, cls.HINTS)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for item in fields(self):
             name = key_of(type(self), item.name)
-            value = typed(name, getattr(self, item.name), hints_of(type(self))[item.name])
+            value = typed(name, getattr(self, item.name), self.HINTS[item.name])
             object.__setattr__(self, item.name, value)
             check_value(name, value, item)
-        for part, registry in parts_of(type(self)).items():
+        for part, registry in self.PARTS.items():
             options = getattr(self, _options_of(part))
-            others = plain_fields(type(self)) if part == "name" else ()
+            others = self.PLAIN if part == "name" else ()
             for option in others:
                 if option in options:
                     raise ValueError(f"{self.KEY}: options has {option}: set the field {self.KEY}.{option} instead")
@@ -76,7 +78,7 @@ class Section:
     def arguments(cls, values: Any) -> dict[str, Any]:
         """The arguments of the section that a table gives. ValueError: it is no table, or a key is unknown."""
         found: dict[str, Any] = {}
-        parts, known = parts_of(cls), plain_fields(cls)
+        parts, known = cls.PARTS, cls.PLAIN
         for key, value in table_of(cls, values).items():
             if key in parts and key != "name":
                 inner = dict(value) if isinstance(value, Mapping) else {"name": value}
@@ -93,8 +95,8 @@ class Section:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and options as a table of plain values, for JSON and, without the None values, for TOML."""
-        found = {name: without_numpy(getattr(self, name)) for name in plain_fields(type(self))}
-        for part in parts_of(type(self)):
+        found = {name: without_numpy(getattr(self, name)) for name in self.PLAIN}
+        for part in self.PARTS:
             options = getattr(self, _options_of(part))
             found = {**found, **options} if part == "name" else {**found, part: {"name": found[part], **options}}
         return found
@@ -109,32 +111,9 @@ def table_of(section: type[Section], values: Any) -> dict[str, Any]:
     """A section of a file as a table. ValueError: it is neither a table nor the name of the section's part."""
     if isinstance(values, Mapping):
         return dict(values)
-    if "name" in hints_of(section):
+    if "name" in section.HINTS:
         return {"name": values}
-    raise ValueError(f"{section.KEY} is {values!r}: it must be a table, of the keys {', '.join(plain_fields(section))}")
-
-
-def hints_of(section: type[Section]) -> dict[str, Any]:
-    """The type of each field."""
-    return _hints(section.KEY)
-
-
-@cache  # of the key: mypy takes no class of a frozen dataclass for hashable
-def _hints(key: str) -> dict[str, Any]:
-    hints = get_type_hints(CLASSES[key])
-    return {item.name: hints[item.name] for item in fields(CLASSES[key])}
-
-
-def parts_of(section: type[Section]) -> dict[str, Registry[Any] | None]:
-    """The fields of a section that name a part with options, and the registry of such parts if there is one."""
-    hints = hints_of(section)
-    return {item.name: item.metadata["parts"] for item in fields(section) if _options_of(item.name) in hints}
-
-
-def plain_fields(section: type[Section]) -> tuple[str, ...]:
-    """The fields of a section but those for the options of a part: the keys that a file may have."""
-    options = {_options_of(part) for part in parts_of(section)}
-    return tuple(name for name in hints_of(section) if name not in options)
+    raise ValueError(f"{section.KEY} is {values!r}: it must be a table, of the keys {', '.join(section.PLAIN)}")
 
 
 def _options_of(part: str) -> str:
@@ -372,8 +351,12 @@ CLASSES: Mapping[str, type[Section]] = {
     one.KEY: one for one in (ModelConfig, DataConfig, OptimizerConfig, StrategyConfig, RunConfig)
 }
 for _section in CLASSES.values():
+    _hints, _fields = get_type_hints(_section), {item.name: item for item in fields(_section)}
+    _section.HINTS = {name: _hints[name] for name in _fields}
+    _section.PARTS = {name: item.metadata["parts"] for name, item in _fields.items() if _options_of(name) in _fields}
+    _section.PLAIN = tuple(name for name in _fields if name not in map(_options_of, _section.PARTS))
     _section.__doc__ = f"{_section.__doc__}\n\n    Attributes:\n" + "\n".join(
-        f"        {item.name}: {item.metadata['about']}" for item in fields(_section)
+        f"        {name}: {item.metadata['about']}" for name, item in _fields.items()
     )
 
 
@@ -383,8 +366,7 @@ _KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random dr
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:
     """The sample numbers of ``num`` random training samples, int64 ``[num]``, on the CPU.
 
-    Raises:
-        ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
+    ValueError: ``num`` is below ``least`` or above the size of the training set; the message has ``name``.
     """
     total = len(dataset.train)
     if not least <= num <= total:

@@ -17,11 +17,52 @@ from ddpcore.training.trainer import BATCH_SIZE, Trainer, by_place
 
 
 class Measurements:
-    """What the config asks to measure along a run, of a trainer before its first step. ValueError as below."""
+    """What the config asks to measure along a run, of a trainer before its first step. No bit of the training changes.
+
+    The full loss of noise and Hessian is the mean training loss of the training set, or of a fixed part of it, with
+    label smoothing and augmentation as in training. Samples that cannot be divided equally among the n learners are
+    left out. It is computed in parts of the size of a backward pass, so that it needs no more memory than a step.
+
+    Raises:
+        ValueError: the training set is smaller than ``statistics_samples`` or ``hessian_samples``, or has fewer samples
+            than learners; or the model has fewer parameters than ``hessian_top`` eigenvectors.
+    """
 
     def __init__(self, run: RunConfig, trainer: Trainer) -> None:
-        self.noise, self.hessian = noise_statistics(run, trainer), hessian_statistics(run, trainer)
+        self.noise: NoiseStatistics | None = None
+        self.hessian: HessianStatistics | None = None
         self._num_seen = {"statistics": 0, "hessian": 0}
+        batches, total = trainer.batches, len(trainer.dataset.train)
+        if run.statistics_every:
+            all_parts = _fixed_parts(trainer, "statistics_samples", run.statistics_samples, run.seed)
+            num = batches.num_learners * sum(part.shape[1] for part in all_parts)
+            size = batches.batch_size // batches.num_learners
+            is_all = run.statistics_samples in (None, total)
+            self.noise = NoiseStatistics(
+                trainer.handle,
+                trainer.optimizer,
+                run.statistics_every,
+                batch_size=size,
+                loss=lambda: _loss_of(trainer, trainer.parts()),
+                full_loss=lambda: _loss_of(trainer, all_parts),
+                full_loss_of="the training set" if is_all else f"a part of the training set, {num} samples",
+                per_segment=False,
+                full_batch=None if batches.drop_last else lambda: trainer.indices().shape[1] == size,
+                population=total,
+                max_grad_norm=trainer.max_grad_norm,
+            )
+        if run.hessian_every:
+            num_parameters = sum(one.numel() for one in trainer.module.parameters() if one.requires_grad)
+            check_range("hessian_top", run.hessian_top, most=num_parameters - 1)
+            parts = _fixed_parts(trainer, "hessian_samples", run.hessian_samples, run.seed)
+            self.hessian = HessianStatistics(
+                trainer.handle,
+                lambda: _loss_of(trainer, parts),
+                optimizer=trainer.optimizer,
+                every=run.hessian_every,
+                top=run.hessian_top,
+                seed=run.seed,
+            )
 
     def new_rows(self) -> list[dict[str, Any]]:
         """The entries of the run's record since the last call, without the values of single parameters."""
@@ -46,64 +87,6 @@ class Measurements:
             self.hessian.num_steps = step
 
 
-def noise_statistics(run: RunConfig, trainer: Trainer) -> NoiseStatistics | None:
-    """The noise statistics of a trainer before its first step; None if ``statistics_every`` is 0.
-
-    The statistics do not change the weights by a single bit. The full loss is the mean training loss of the training
-    set, or of a fixed part of it. It uses label smoothing and augmentation as in training. Samples that cannot be
-    divided equally among the n learners are left out. The loss is computed in parts. Each part has the size of a
-    backward pass of training, so that the full loss needs no more memory than a training step.
-
-    Raises:
-        ValueError: the training set is smaller than ``statistics_samples``, or has fewer samples than learners.
-    """
-    if not run.statistics_every:
-        return None
-    n, total = trainer.batches.num_learners, len(trainer.dataset.train)
-    parts_of_all = _fixed_parts(trainer, "statistics_samples", run.statistics_samples, run.seed)
-    num = n * sum(part.shape[1] for part in parts_of_all)
-    size = trainer.batches.batch_size // n
-    is_all = run.statistics_samples in (None, total)
-    kind = "the training set" if is_all else f"a part of the training set, {num} samples"
-    return NoiseStatistics(
-        trainer.handle,
-        trainer.optimizer,
-        run.statistics_every,
-        batch_size=size,
-        loss=lambda: _loss_of(trainer, trainer.parts()),
-        full_loss=lambda: _loss_of(trainer, parts_of_all),
-        full_loss_of=kind,
-        per_segment=False,
-        full_batch=None if trainer.batches.drop_last else lambda: trainer.indices().shape[1] == size,
-        population=total,
-        max_grad_norm=trainer.max_grad_norm,
-    )
-
-
-def hessian_statistics(run: RunConfig, trainer: Trainer) -> HessianStatistics | None:
-    """The Hessian along a run, of a trainer before its first step; None if ``hessian_every`` is 0.
-
-    The loss is the one of :func:`noise_statistics`, on ``hessian_samples`` samples. No bit of the training changes.
-
-    Raises:
-        ValueError: the training set is smaller than ``hessian_samples``, or has fewer samples than learners; or the
-            model has fewer parameters than ``hessian_top`` eigenvectors.
-    """
-    if not run.hessian_every:
-        return None
-    num_parameters = sum(one.numel() for one in trainer.module.parameters() if one.requires_grad)
-    check_range("hessian_top", run.hessian_top, most=num_parameters - 1)
-    parts = _fixed_parts(trainer, "hessian_samples", run.hessian_samples, run.seed)
-    return HessianStatistics(
-        trainer.handle,
-        lambda: _loss_of(trainer, parts),
-        optimizer=trainer.optimizer,
-        every=run.hessian_every,
-        top=run.hessian_top,
-        seed=run.seed,
-    )
-
-
 def _fixed_parts(trainer: Trainer, name: str, num: int | None, seed: int) -> Sequence[Tensor]:
     """``num`` random training samples (None: all), divided equally among the n learners, ``[L, M]`` a part."""
     n = trainer.batches.num_learners
@@ -120,12 +103,9 @@ def _loss_of(trainer: Trainer, parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def flatness_of(model: nn.Module, dataset: Dataset, *, num_samples: int, seed: int) -> Flatness:
-    """The flatness of a trained model on ``num_samples`` random training samples.
+    """The flatness of a trained model, switched to evaluation mode, on ``num_samples`` random training samples.
 
-    The loss is the cross-entropy without label smoothing. The model is switched to evaluation mode.
-
-    Raises:
-        ValueError: the training set is smaller than ``num_samples``.
+    The loss is the cross-entropy without label smoothing. ValueError: the training set is smaller.
     """
     indices = random_samples(dataset, "flatness_samples", num_samples, 1, seed)
     num_labels = len(indices) * dataset.train.labels[0].numel()

@@ -128,36 +128,25 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> Evaluation:
-    """Evaluate a model on a split; each rank takes a part of the samples. Collective.
+    """Evaluate a model on a split of C classes; each rank takes a part of the samples. Collective.
 
-    Args:
-        model: in evaluation mode, the same on every rank.
-        split: on the device of the model.
-        num_classes: C.
-        comm: the learners that take part.
+    The model is in evaluation mode and the same on every rank, and the split is on its device.
     """
-    while True:
-        num, sums = comm.num_learners, _sums(model, split, num_classes, comm)
-        if comm.num_learners == num:
-            break  # else a rank has died with its part of the samples
-    loss_L, confusion_L = sums
+    device, num_learners = split.labels.device, -1
+    while num_learners != comm.num_learners:  # again after a rank has died with its part of the samples
+        num_learners, num_rows = comm.num_learners, len(comm.learners)
+        samples = torch.arange(len(split), device=device).tensor_split(max(1, num_learners // num_rows))
+        mine = samples[comm.learners[0] // num_rows]
+        # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
+        loss = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
+        for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
+            inputs, labels = split.batch(chunk)
+            logits, labels = by_place(model(inputs).float(), labels)
+            loss[0] += F.cross_entropy(logits, labels, reduction="sum")
+            confusion[0] += confusion_matrix(logits, labels)
+        loss_L, confusion_L = comm.gather(loss), comm.gather(confusion)
     return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
-
-
-def _sums(model: nn.Module, split: Split, num_classes: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Sum of the losses, and confusion matrix, of each learner's part. Collective."""
-    device, num_rows = split.labels.device, len(comm.learners)
-    samples = torch.arange(len(split), device=device).tensor_split(max(1, comm.num_learners // num_rows))
-    mine = samples[comm.learners[0] // num_rows]
-    # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
-    loss = torch.zeros(num_rows, dtype=torch.float64, device=device)
-    confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
-    for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
-        inputs, labels = split.batch(chunk)
-        logits, labels = by_place(model(inputs).float(), labels)
-        loss[0] += F.cross_entropy(logits, labels, reduction="sum")
-        confusion[0] += confusion_matrix(logits, labels)
-    return comm.gather(loss), comm.gather(confusion)
 
 
 _LESS_MEMORY = (
@@ -353,8 +342,11 @@ class Trainer:
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
-        if batch_norm == "local":
-            _take_first_buffers(model, self.handle.comm)
+        if batch_norm == "local":  # the buffers of learner 0, so that all ranks evaluate the same model
+            for buffer in model.buffers():
+                rows = buffer.reshape(1, -1).repeat(len(self.handle.comm.learners), 1)
+                self.handle.comm.broadcast_(rows)
+                buffer.copy_(rows[0].view_as(buffer))
         return model
 
     def evaluate(self, model: nn.Module, split: str = "test") -> Evaluation | None:
@@ -369,15 +361,6 @@ class Trainer:
         for step in range(max(0, self.num_steps - num_batches), self.num_steps):
             indices = self.batches.indices(step)[self.learners].flatten()
             yield self.dataset.train.batch(indices[indices >= 0], self.batches.epoch(step))[0]
-
-
-@torch.no_grad()
-def _take_first_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Copy the buffers of learner 0 to every rank, so that all ranks evaluate the same model."""
-    for buffer in model.buffers():
-        rows = buffer.reshape(1, -1).repeat(len(comm.learners), 1)
-        comm.broadcast_(rows)
-        buffer.copy_(rows[0].view_as(buffer))
 
 
 def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, *, stacked: bool) -> Tensor:

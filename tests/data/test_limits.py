@@ -7,7 +7,6 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,8 @@ def special(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "6 GB"])
-@pytest.mark.parametrize("reader", ["mnist", "npz", "h5", "study"])
+@pytest.mark.parametrize("reader", ["mnist", "npz", "study"])
 def test_special_and_huge_files(tmp_path: Path, kind: str, reader: str) -> None:
-    pytest.importorskip("h5py")
     path, call = tmp_path / "train" / f"a.{reader}", lambda: load_dataset("features", data_dir=tmp_path)
     if reader == "mnist":
         path, call = mnist_of(tmp_path), lambda: load_dataset("mnist", data_dir=tmp_path)
@@ -113,74 +111,6 @@ def test_the_files_of_a_folder_share_one_limit(tmp_path: Path) -> None:
     message = refused(lambda: load_dataset("features", data_dir=tmp_path, max_bytes=50_000))
     assert "b.npz: up to this file, the arrays take 81,600 bytes, more than 50,000: raise dataset_options" in message
     assert len(load_dataset("features", data_dir=tmp_path, max_bytes=81_600).train) == 200
-
-
-def _hdf5(path: Path, make: Callable[[Any, Any], None]) -> None:
-    h5py = pytest.importorskip("h5py")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with h5py.File(path, "w") as file:
-        file["labels"] = np.zeros(2, np.int64)
-        make(h5py, file)
-
-
-def _virtual(h5py: Any, file: Any) -> None:
-    layout = h5py.VirtualLayout((2, 1, 4), np.float32)
-    layout[0] = h5py.VirtualSource("/etc/hostname", "inputs", (1, 4))
-    file.create_virtual_dataset("inputs", layout)
-
-
-SIX_GB = (1_500_000, 100, 10)
-HDF5: dict[str, tuple[Callable[[Any, Any], None], str]] = {
-    "6 GB": (lambda h5py, file: file.create_dataset("inputs", SIX_GB, "f4"), "says 6,000,000,000 bytes, and there are"),
-    "6 GB in chunks": (
-        lambda h5py, file: file.create_dataset("inputs", SIX_GB, "f4", chunks=(1, 100, 10), compression="gzip"),
-        "the arrays take 6,000,000,016 bytes, more than 4,294,967,296: raise dataset_options.max_bytes",
-    ),
-    "a chunk of 3 GB": (
-        lambda h5py, file: file.create_dataset("inputs", (2, 1, 4), "f4", maxshape=(None,) * 3, chunks=(2**23, 10, 10)),
-        "inputs has chunks that are larger than the array",
-    ),
-    "external storage": (
-        lambda h5py, file: file.create_dataset("inputs", (2, 1, 4), "f4", external=[("/etc/passwd", 0, 32)]),
-        "inputs lies in other files",
-    ),
-    "an external link": (
-        lambda h5py, file: file.__setitem__("inputs", h5py.ExternalLink("/etc/passwd", "/inputs")),
-        "inputs is a link that can lead to another file",
-    ),
-    "a link to a link": (
-        lambda h5py, file: (
-            file.__setitem__("elsewhere", h5py.ExternalLink("other.h5", "/")),
-            file.__setitem__("inputs", h5py.SoftLink("/elsewhere/inputs")),
-        ),
-        "inputs is a link that can lead to another file",
-    ),
-    "a view of another file": (_virtual, "inputs lies in other files"),
-}
-
-
-@pytest.mark.parametrize("case", HDF5)
-def test_hdf5_that_claims_gigabytes_or_reads_other_files(tmp_path: Path, case: str) -> None:
-    make, words = HDF5[case]
-    path = tmp_path / "train" / "a.h5"
-    _hdf5(path, make)
-    message = refused(lambda: load_dataset("features", data_dir=tmp_path))
-    assert str(path) in message and words in message
-
-
-def test_hdf5_that_another_library_would_unpack(tmp_path: Path) -> None:
-    """HDF5 loads such a library from a folder that the environment names."""
-
-    def make(h5py: Any, file: Any) -> None:
-        settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        settings.set_chunk((2, 1, 4))
-        settings.set_filter(32_015, h5py.h5z.FLAG_OPTIONAL, ())  # zstd
-        space = h5py.h5s.create_simple((2, 1, 4))
-        h5py.h5d.create(file.id, b"inputs", h5py.h5t.IEEE_F32LE, space, settings)
-
-    _hdf5(tmp_path / "train" / "a.h5", make)
-    message = refused(lambda: load_dataset("features", data_dir=tmp_path))
-    assert "inputs is compressed in a way that needs another library, use gzip" in message
 
 
 @pytest.mark.parametrize(

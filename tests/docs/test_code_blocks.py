@@ -23,7 +23,7 @@ from torch import nn
 import ddpcore
 from ddpcore.__main__ import COMMANDS as PROGRAMS
 from ddpcore.bench.commands import COMMANDS
-from ddpcore.experiments.command_line import parse
+from ddpcore.experiments.commands import parse
 from ddpcore.options import command_line
 from helpers.ranks import ROOT
 

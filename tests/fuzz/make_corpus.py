@@ -7,7 +7,6 @@ import io
 import json
 import struct
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -32,26 +31,6 @@ def npz_of_header(shape: str) -> bytes:
     return file.getvalue()
 
 
-def hdf5(**how: object) -> bytes:
-    import h5py
-
-    with tempfile.NamedTemporaryFile(suffix=".h5") as file:
-        with h5py.File(file.name, "w", libver=how.pop("libver", None)) as out:
-            out.create_dataset("inputs", data=np.zeros((2, 1, 2), np.float32), **how)
-            out.create_dataset("labels", data=np.array([0, 1]))
-        return Path(file.name).read_bytes()
-
-
-def hdf5_elsewhere() -> bytes:
-    import h5py
-
-    with tempfile.NamedTemporaryFile(suffix=".h5") as file:
-        with h5py.File(file.name, "w") as out:
-            out.create_dataset("inputs", (2, 1, 2), np.float32, external=[("/etc/hostname", 0, 16)])
-            out["labels"] = h5py.ExternalLink("/etc/hostname", "/labels")
-        return Path(file.name).read_bytes()
-
-
 def surface(**how: object) -> bytes:
     import h5py
 
@@ -72,12 +51,6 @@ def corpus() -> dict[str, dict[str, bytes]]:
         "idx": {"images": idx, "labels": struct.pack(">II", 2049, 2) + b"\x00\x01", "claims": idx[:4] + b"\xff" * 12},
         "gzip": {"whole": gzip.compress(idx, mtime=0), "bomb": gzip.compress(bytes(3 << 20), mtime=0)},
         "npz": {"plain": npz(False), "deflated": npz(True), "claims": npz_of_header("(1500000000, 1, 1)")},
-        "hdf5": {
-            "plain": hdf5(),
-            "gzip": hdf5(compression="gzip", shuffle=True, fletcher32=True),
-            "latest": hdf5(libver="latest", compression="lzf"),
-            "elsewhere": hdf5_elsewhere(),
-        },
         "surface": {
             "plain": surface(),
             "elsewhere": surface(shape=(3, 2), dtype="f8", external=[("/etc/hostname", 0, 48)]),

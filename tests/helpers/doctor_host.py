@@ -17,7 +17,7 @@ from typing import Any
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import doctor
-from ddpcore.experiments import hosts
+from helpers import hosts
 
 NEW_MOUNTS, NEW_NAME = 0x00020000, 0x04000000  # CLONE_NEWNS, CLONE_NEWUTS
 MBIT, SLOW_SECONDS = 100, 0.2

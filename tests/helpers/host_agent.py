@@ -7,7 +7,7 @@ import sys
 
 from torch.distributed.run import main
 
-from ddpcore.experiments import hosts
+from helpers import hosts
 
 PORT = 29400
 

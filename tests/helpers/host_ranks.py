@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm.shared import coordination
-from ddpcore.experiments import hosts
 from ddpcore.optim import FusedSGD
-from helpers import oracle
+from helpers import hosts, oracle
 from helpers.connection import connected
 
 PER_HOST, WORLD_SIZE, STEPS = 2, 4, 4

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddpcore
-from ddpcore.experiments import hosts
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import Int8
+from helpers import hosts
 from helpers.host_ranks import train
 from helpers.ranks import join
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ddpcore.models import MODELS
 from ddpcore.models.blocks import SqueezeExcitation
+from ddpcore.models.registry import Spec
 
 SMALL: dict[str, dict[str, Any]] = {
     "vgg19": {"width": 1 / 16},
@@ -28,6 +30,18 @@ SMALL: dict[str, dict[str, Any]] = {
 def small(name: str, **options: Any) -> nn.Module:
     """The model of a name, with as few parameters as show what it does."""
     return MODELS.build(name, **{**SMALL.get(name, {}), **options})
+
+
+def random_batch(
+    spec: Spec, *rows: int, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Random inputs ``[*rows, *input_shape]`` and labels ``[*rows]``; tokens have labels of their shape."""
+    shape = spec.input_shapes[0] if input_shape is None else input_shape
+    classes = spec.num_classes if num_classes is None else num_classes
+    if spec.tokens:
+        tokens, labels = torch.randint(classes, (2, *rows, *shape))
+        return tokens, labels
+    return torch.randn(*rows, *shape), torch.randint(classes, rows)
 
 
 def awake(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpcore.experiments import hosts
+from helpers import hosts
 
 NEW_MOUNTS, NEW_NAME = 0x00020000, 0x04000000  # CLONE_NEWNS, CLONE_NEWUTS
 CONFIG = """\

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpcore.models import MODELS
-from helpers.models import awake, idle, small
+from helpers.models import awake, idle, random_batch, small
 
 
 @pytest.mark.parametrize("name", MODELS.names())
@@ -21,9 +21,9 @@ def test_every_model_takes_every_shape_it_names(name: str) -> None:
     for shape in spec.input_shapes:
         MODELS.check_input(name, shape)
         for num_classes in (2, 7):
-            batch = spec.random_batch(3, input_shape=shape, num_classes=num_classes)
+            batch = random_batch(spec, 3, input_shape=shape, num_classes=num_classes)
             check(small(name, input_shape=shape, num_classes=num_classes), *batch, num_classes)
-    check(small(name), *spec.random_batch(3), spec.num_classes)
+    check(small(name), *random_batch(spec, 3), spec.num_classes)
 
 
 @pytest.mark.parametrize("name", MODELS.names())
@@ -37,7 +37,7 @@ def test_the_seed_decides_the_weights_and_all_of_them_learn(name: str) -> None:
     assert not torch.equal(one, other)
     model = awake(make(0))
     skipped = idle(model)
-    model(MODELS.spec(name).random_batch(8)[0]).square().sum().backward()
+    model(random_batch(MODELS.spec(name), 8)[0]).square().sum().backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter_name in skipped or parameter.grad.abs().sum() > 0, parameter_name

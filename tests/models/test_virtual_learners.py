@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpcore.models import MODELS
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.learner_models import LearnerModels
-from helpers.models import small
+from helpers.models import random_batch, small
 
 NUM_LEARNERS = 2
 # (name, vectorize): torch has no batching rule for LSTM layers.
@@ -43,7 +43,7 @@ def batches(name: str) -> Tensor:
     torch.manual_seed(1)
     # ResNets take images of any size, and of many channels small ones will do.
     shape = (3, 8, 8) if name in ("resnet", "resnet18") else None
-    inputs, _ = MODELS.spec(name).random_batch(NUM_LEARNERS, 3, input_shape=shape)
+    inputs, _ = random_batch(MODELS.spec(name), NUM_LEARNERS, 3, input_shape=shape)
     return inputs.double() if inputs.is_floating_point() else inputs
 
 

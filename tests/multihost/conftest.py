@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.experiments import hosts
+from helpers import hosts
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.experiments import hosts
-from helpers import forked, ranks
+from helpers import forked, hosts, ranks
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.experiments import hosts
-from helpers import host_ranks, link_faults, ranks
+from helpers import host_ranks, hosts, link_faults, ranks
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.experiments import hosts
 from ddpcore.training import TrainConfig, train
-from helpers import ranks, slurm_host
+from helpers import hosts, ranks, slurm_host
 
 pytestmark = pytest.mark.slow
 

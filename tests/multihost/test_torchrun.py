@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.experiments import hosts
-from helpers import forked, host_ranks, oracle, ranks
+from helpers import forked, host_ranks, hosts, oracle, ranks
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpcore.bench import commands as bench
-from ddpcore.experiments import command_line as experiments
+from ddpcore.experiments import commands as experiments
 from ddpcore.options import command_line
 from ddpcore.report.command import ReportOptions, ServeOptions
 from ddpcore.training.__main__ import TrainOptions
@@ -22,7 +22,7 @@ def test_names() -> None:
     "options",
     [
         *(options for options, _ in bench.COMMANDS.values()),
-        *experiments.COMMANDS.values(),
+        *(options for options, _ in experiments.COMMANDS.values()),
         ReportOptions,
         ServeOptions,
         TrainOptions,

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import JsonLines, read_lines
 from ddpcore.training import RunRecord, train
 from ddpcore.training import run as run_module
-from ddpcore.training.trainer import _take_first_buffers
+from ddpcore.training.trainer import Trainer
 from helpers import images as helper
 
 
@@ -140,5 +141,6 @@ def test_local_buffers_are_scored_as_those_of_the_first_learner() -> None:
             rows.fill_(7)
 
     model = nn.BatchNorm1d(3)
-    _take_first_buffers(model, First())
+    handle = SimpleNamespace(comm=First(), evaluation_model=lambda *_: model)
+    Trainer.evaluation_model(SimpleNamespace(handle=handle), "local")
     assert torch.equal(model.running_mean, torch.full((3,), 7.0)) and model.num_batches_tracked == 7

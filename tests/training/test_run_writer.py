@@ -1,15 +1,13 @@
-"""Record, TensorBoard and terminal."""
+"""The record, and files that are none."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ddpcore.options.extras import MissingPackage
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.run_writer import RunWriter
 
@@ -34,31 +32,6 @@ def test_what_comes_after_the_step_is_dropped(tmp_path: Path) -> None:
     with RunWriter(tmp_path, HEADER):
         pass
     assert RunRecord.read(tmp_path).epochs == []
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for start in (0, 2):
-        resumed = {"kind": "resume", "step": start} if start else None
-        with RunWriter(tmp_path, HEADER, resumed, tensorboard=True) as out:
-            for step in range(start + 1, start + 4):
-                out.write(epoch(step))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [
-        (step, pytest.approx(step / 10)) for step in range(1, 6)
-    ]
-    assert sorted(events.Tags()["scalars"]) == ["accuracy", "epoch"]
-
-
-def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(MissingPackage, match=r"^tensorboard is not installed: pip install 'ddpcore\[train\]'$"):
-        train(TrainConfig.from_dict({"run": {"steps": 1}}), out=tmp_path / "new", tensorboard=True)
-    assert not (tmp_path / "new").exists()
 
 
 def test_files_that_are_not_a_record(tmp_path: Path) -> None:

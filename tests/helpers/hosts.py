@@ -11,18 +11,10 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ddpcore.runtime import launch
-from ddpcore.runtime.launch import World
-
-NUM_HOSTS = 2
 PORT = 29500  # inside a namespace that no other program uses
 _TOOLS = ("unshare", "nsenter", "ip")
 _SECONDS = 10.0  # until a namespace must exist
@@ -39,7 +31,7 @@ def check() -> None:
     Raises:
         NotPermitted: they cannot be created.
     """
-    with networks(NUM_HOSTS):
+    with networks(2):
         pass
 
 
@@ -60,35 +52,6 @@ def enter(keeper: int, host: int) -> None:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns failed")
     os.putenv("GLOO_SOCKET_IFNAME", device(host))
-
-
-def run(worker: Callable[..., None], args: tuple[Any, ...], *, world_size: int) -> None:
-    """Run ``worker(world, *args)`` on every rank over gloo, with half of the ranks on each host.
-
-    Raises:
-        ValueError: ``world_size`` is odd.
-        RankFailed: see :func:`ddpcore.runtime.launch.run`.
-        Stopped: see there.
-        NotPermitted: see :func:`check`.
-    """
-    if world_size % NUM_HOSTS or world_size < NUM_HOSTS:
-        raise ValueError(f"world_size is {world_size}: {NUM_HOSTS} hosts need an even number of ranks, half on each")
-    with networks(NUM_HOSTS) as keepers:
-        launch.run(_join_host, (keepers, worker, args), world_size=world_size, backend="none")
-
-
-def _join_host(world: World, keepers: Sequence[int], worker: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """Enter the namespace of this rank's host, connect to the other ranks, and run the worker."""
-    per_host = world.world_size // NUM_HOSTS
-    host, local_rank = divmod(world.rank, per_host)
-    enter(keepers[host], host)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[host::NUM_HOSTS] or cores)  # with two cores or more, hosts share none
-    torch.set_num_threads(launch.threads_per_rank(per_host))
-    store = dist.TCPStore(address(0), PORT, world.world_size, is_master=world.rank == 0)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
-    worker(World(world.rank, world.world_size, local_rank, per_host), *args)
-    dist.destroy_process_group()
 
 
 @contextmanager
