@@ -157,20 +157,15 @@ Decode = Callable[[int, Tensor], Tensor]
 """``decode(learner, row)`` turns the row ``[x]`` that a neighbour sent into its published weights ``[P]``."""
 
 
-class Work(ABC):
-    """A transfer in progress."""
+class Work:
+    """A transfer in progress, which ``end`` completes; without it, one that is complete."""
 
-    @abstractmethod
+    def __init__(self, end: Callable[[], None] = lambda: None) -> None:
+        self._end = end
+
     def wait(self) -> None:
         """Return when the result is in place. On CUDA: when later work of the current stream will read the result."""
-
-
-class Done(Work):
-    """A transfer that is complete."""
-
-    @override
-    def wait(self) -> None:
-        return
+        self._end()
 
 
 class Exchange(ABC):
@@ -376,16 +371,17 @@ class Communicator(ABC):
         raise NotImplementedError(f"{self.description}: gradients are averaged in the flat buffer")
 
     @abstractmethod
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used."""
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
+        """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used.
 
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Like :meth:`exchange`, but neighbours may read ``weights_LP`` itself, without a copy.
-
-        The average then writes to another buffer (``out``), which holds the weights from then on. Only one buffer of a
-        shape and dtype may be exchanged in place at a time.
+        Args:
+            weights_LP: of the learners held here.
+            topology: says who averages with whom.
+            step: of training.
+            in_place: neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
+                buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be
+                exchanged in place at a time.
         """
-        return self.exchange(weights_LP, topology, step)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """Apply ``w <- W w`` and wait, without overlap with other work. The result has the bits of an exchange."""

@@ -171,19 +171,17 @@ class LinkedCommunicator(Communicator):
     def _linked_average(self, work: Work, rows: Tensor, learners: Sequence[int]) -> Work:
         self._count_bytes()
         left = self._send(all_reduce_bytes(rows[0].nbytes, len(learners)))
-        return _LinkedWork(self, work, left, learners)
+
+        def end() -> None:
+            work.wait()
+            self.wait(left, learners, num_delays=2 * (len(learners) - 1))
+
+        return Work(end)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._linked(self._inner.exchange(weights_LP, topology, step), topology, step)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._linked(self._inner.exchange_in_place(weights_LP, topology, step), topology, step)
-
-    def _linked(self, exchange: Exchange, topology: Topology, step: int) -> Exchange:
-        left = self._send(self._count_bytes())
-        return _LinkedExchange(self, exchange, left, self._sources(topology, step))
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
+        exchange = self._inner.exchange(weights_LP, topology, step, in_place=in_place)
+        return _LinkedExchange(self, exchange, self._send(self._count_bytes()), self._sources(topology, step))
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -203,16 +201,6 @@ class LinkedCommunicator(Communicator):
         """Return the time at which the last bit leaves, of a message that is ready now."""
         self._free_at = max(self.clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
         return self._free_at
-
-
-class _LinkedWork(Work):
-    def __init__(self, comm: LinkedCommunicator, work: Work, left: float, learners: Sequence[int]) -> None:
-        self._comm, self._work, self._left, self._learners = comm, work, left, learners
-
-    @override
-    def wait(self) -> None:
-        self._work.wait()
-        self._comm.wait(self._left, self._learners, num_delays=2 * (len(self._learners) - 1))
 
 
 class _LinkedExchange(Exchange):

@@ -6,7 +6,7 @@ average has the same bits as over either way alone, and as that of virtual learn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -101,19 +101,11 @@ class MixedCommunicator(ProcessGroupCommunicator):
         return super().average_groups_(rows, size, step)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(self._near.exchange, weights_LP, topology, step)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(self._near.exchange_in_place, weights_LP, topology, step)
-
-    def _exchange(
-        self, near: Callable[[Tensor, Topology, int], Exchange], weights_LP: Tensor, topology: Topology, step: int
-    ) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         with self.report_failures_to_host():
             from_far = super().exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
-        from_near = near(weights_LP, _Edges(topology, self._hosts, inside=True), step)
+        inside = _Edges(topology, self._hosts, inside=True)
+        from_near = self._near.exchange(weights_LP, inside, step, in_place=in_place)
         round_ = topology.round(step, self.rank, self.num_learners)
         return _MixedExchange(self, weights_LP, round_, from_near, from_far)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, Work
+from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
 from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, average_rows_, sum_of
@@ -53,7 +53,7 @@ class VirtualCommunicator(Communicator):
         if size > 1:
             self.bytes_sent += average_bytes(rows[0], size)
             average_blocks_(rows, size)
-        return Done()
+        return Work()
 
     @override
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
@@ -63,7 +63,7 @@ class VirtualCommunicator(Communicator):
                 average_rows_(rows[first : first + size])
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
         rows = self._rows_of(topology, step, weights_LP.device)
@@ -191,10 +191,10 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         for columns in rows.split(COLUMNS, dim=1):
             living = [columns[row] for row in self._rows]
             columns.copy_(sum_of(living).div_(self.num_learners))
-        return Done()
+        return Work()
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         self._begin(step)
         membership, members = self.membership, self.membership.members
         rounds = [membership.round(topology, step, row, members) for row in range(self._num_rows)]

@@ -13,7 +13,7 @@ from torch import Tensor
 import ddpcore
 from ddpcore import Complete, RandomPair, Ring, Topology
 from ddpcore.comm import Communicator, LearnerClock, Link, LinkedCommunicator, VirtualCommunicator, Work
-from ddpcore.comm.base import Done, Exchange
+from ddpcore.comm.base import Exchange
 from helpers import link_ranks as helper
 from helpers import ranks
 
@@ -45,12 +45,12 @@ class Rank(Communicator):
 
     def average_(self, rows: Tensor, step: int | None = None) -> Work:
         self.bytes_sent += 1  # the time of an average does not depend on this count
-        return Done()
+        return Work()
 
     def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
         return self.average_(rows, step)
 
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         plan = topology.round(step, self.learners[0], N)
         self.bytes_sent += len(plan.destinations) * weights_LP.numel() * weights_LP.element_size()
         return VirtualCommunicator(1).exchange(weights_LP, Complete(), step)

@@ -121,7 +121,7 @@ def in_place(rank: int) -> tuple[bool, list[float]]:
     comm = MixedCommunicator(None, hosts)
     weights, moves, seen = torch.full((1, 100), float(rank)), [], []
     for step in range(3):
-        mixture = comm.exchange_in_place(weights, ddpcore.Ring(), step).mixture()
+        mixture = comm.exchange(weights, ddpcore.Ring(), step, in_place=True).mixture()
         assert isinstance(mixture, Mixture)
         moves.append(mixture.out is not None and mixture.out.data_ptr() != weights.data_ptr())
         mixture.apply_(weights)

@@ -10,9 +10,9 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch import Tensor
-from typing_extensions import override
 
 from ddpcore.comm.base import Work
 from ddpcore.comm.reductions import average_share_
@@ -20,6 +20,11 @@ from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
 from ddpcore.comm.shared.memory import Memory
 
 _SLICE_SECONDS = 0.01  # the thread of a rank looks this often whether it must end
+
+
+class _Begun(NamedTuple):
+    number: int
+    columns: list[Tensor]
 
 
 class Averages:
@@ -38,7 +43,7 @@ class Averages:
     ) -> None:
         self.coordinator, self.ranks = coordinator, ranks
         self._memory = memory
-        self._pending: deque[_Average] = deque()
+        self._pending: deque[_Begun] = deque()
         self._lock = threading.Lock()  # who holds it computes
         self._begun = threading.Semaphore(0)
         if in_thread:
@@ -51,16 +56,16 @@ class Averages:
     def begin(self, text: str, columns: list[Tensor]) -> Work:
         """Begin to average the columns ``[P]`` of each rank, added in ascending order. ``text`` describes them."""
         try:  # not len(): the thread may complete averages meanwhile
-            oldest: _Average | None = self._pending[-NUM_TEXTS // 2]
+            oldest: _Begun | None = self._pending[-NUM_TEXTS // 2]
         except IndexError:
             oldest = None
         if oldest is not None:  # the others must still be able to read its text
             self.complete(oldest.number)
         self._memory.publish()
-        work = _Average(self, self.coordinator.arrive(text), columns)
-        self._pending.append(work)
+        number = self.coordinator.arrive(text)
+        self._pending.append(_Begun(number, columns))
         self._begun.release()
-        return work
+        return Work(lambda: self.complete(number))
 
     def share_(self, columns: list[Tensor]) -> None:
         """Average this rank's share of the columns ``[P]`` of each rank."""
@@ -108,15 +113,6 @@ class Averages:
                         what = f"{type(error).__name__} ({why})" if why else type(error).__name__
                         coordinator.fail(f"rank {coordinator.rank} was stopped in the middle of an average by {what}")
                     raise
-
-
-class _Average(Work):
-    def __init__(self, averages: Averages, number: int, columns: list[Tensor]) -> None:
-        self._averages, self.number, self.columns = averages, number, columns
-
-    @override
-    def wait(self) -> None:
-        self._averages.complete(self.number)
 
 
 def _compute(reference: weakref.ref[Averages], begun: threading.Semaphore, is_closed: threading.Event) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
+from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
@@ -38,9 +38,6 @@ def _kind_of(weights: Tensor) -> _Kind:
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group. Ranks read and write each other's memory.
 
-    With ``among`` each rank reaches some ranks only, which reach each other. Then a topology must have no other edges,
-    and broadcasts, averages and gatherings are of these ranks: see :class:`~ddpcore.comm.mixed.MixedCommunicator`.
-
     An exchange copies the row into a snapshot, and neighbours average from that memory. Snapshots are double-buffered,
     with more buffers if several exchanges are in progress. A rank overwrites a snapshot when it has read the others'
     rows of it and all readers of its own row have begun a later operation. All ranks call the same operations in the
@@ -58,7 +55,8 @@ class SegmentCommunicator(Communicator):
         memory: the shared memory.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
-        among: the ranks of the group that this rank reaches, ascending; None: all.
+        among: the ranks of the group that this rank reaches, ascending, which reach each other; None: all. Broadcasts,
+            averages and gatherings are of these ranks, and a topology must have no other edges.
         in_thread: whether a thread of each rank computes averages that have begun.
     """
 
@@ -133,34 +131,34 @@ class SegmentCommunicator(Communicator):
     def _average(self, rows: Tensor, averages: Averages, step: int | None) -> Work:
         check_has_average(rows)
         if len(averages.ranks) == 1:
-            return Done()
+            return Work()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
         found = self._shared.find(rows)
         if found is None:
             for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
                 averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
-            return Done()
+            return Work()
         where, columns = found
         text = f"an average of {size_of(rows)}{at(step)} {where}"
         return averages.begin(text, [columns[rank] for rank in averages.ranks])
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=False)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=not weights_LP.is_cuda)
-
-    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        in_place = in_place and not weights.is_cuda
         self._snapshots.note_used(self._coordinator.num_operations)
         if len(self.ranks) == 1:
             return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
         mine = self._next.pop(_kind_of(weights), None) if in_place else None
         snapshot = mine or self._free_snapshot(weights)
-        make = _InPlaceExchange if in_place else _SnapshotExchange
-        return make(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+        own = snapshot.views[self.rank]
+        if round_.destinations and own.data_ptr() != weights.data_ptr():
+            own.copy_(weights)
+        self._memory.publish()
+        number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
+        snapshot.readers = round_.destinations
+        self.bytes_sent += len(round_.destinations) * weights.nbytes
+        return (_InPlaceExchange if in_place else _SnapshotExchange)(self, number, weights, round_, snapshot)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -200,34 +198,24 @@ class SegmentCommunicator(Communicator):
         """Raise RuntimeError here, and on every other rank when it waits next."""
         self._coordinator.fail(why)
 
-    def _publish(self, weights: Tensor, round_: Round, snapshot: Slot, step: int) -> int:
-        own = snapshot.views[self.rank]
-        if round_.destinations and own.data_ptr() != weights.data_ptr():
-            own.copy_(weights)
-        self._memory.publish()
-        number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
-        snapshot.readers = round_.destinations
-        self.bytes_sent += len(round_.destinations) * weights.nbytes
-        return number
-
     def _allocate(self, num_bytes: int) -> dict[int, Tensor]:
         """Allocate a buffer of zeros on each rank, and return the buffers by rank, ascending. Collective."""
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
     def _free_snapshot(self, like: Tensor) -> Slot:
-        """A snapshot that no rank reads. Without one, all ranks make a new one."""
+        """A snapshot that no rank reads. It has its own storage, because saving a parameter saves its whole storage."""
+
+        def make() -> Slot:
+            buffers = self._allocate(like.nbytes)
+            return Slot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()})
+
         return self._snapshots.take(
             _kind_of(like),
             self._coordinator.num_operations,
-            lambda num: [self._new_snapshot(like) for _ in range(num)],
+            lambda num: [make() for _ in range(num)],
             lambda slot, number: self._coordinator.await_passed(slot.readers, number),
         )
-
-    def _new_snapshot(self, like: Tensor) -> Slot:
-        """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
-        buffers = self._allocate(like.nbytes)
-        return Slot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()})
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
