@@ -104,9 +104,7 @@ class ElasticCommunicator(Communicator):
 
     @override
     def admit(self, step: int) -> int | None:
-        """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
-
-        Ranks come in the order in which they asked, one at a time. All members take the same decision: the first of
+        """Ranks come in the order in which they asked, one at a time. All members take the same decision: the first of
         them writes into the store after which operation a rank joins, before it begins that operation, so all others
         read it when the operation is over.
         """
@@ -140,7 +138,7 @@ class ElasticCommunicator(Communicator):
             return None
         new = next(one for one in range(len(members) + 1) if one not in members)
         with_new = tuple(sorted((*members, new)))
-        answer = {"rank": new, "members": with_new, "operation": self.num_operations, "position": self._fabric.position}
+        answer = {"rank": new, "members": with_new, "operation": self.num_operations, "position": self._fabric.position()}
         roll.write_once(f"answer/{number}", answer)
         self._fabric.admit(new, request["address"], with_new)
         self.membership.change(with_new, self.num_operations, step)
