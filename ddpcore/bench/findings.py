@@ -69,7 +69,7 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
 
 
 def waited_for(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[str]:
-    """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.slow`."""
+    """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.phases`."""
     return [f"{str(one).capitalize()}." for one in slow.slow_ranks(own, waiting)]
 
 

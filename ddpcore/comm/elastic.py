@@ -138,8 +138,8 @@ class ElasticCommunicator(Communicator):
             return None
         new = next(one for one in range(len(members) + 1) if one not in members)
         with_new = tuple(sorted((*members, new)))
-        answer = {"rank": new, "members": with_new, "operation": self.num_operations, "position": self._fabric.position()}
-        roll.write_once(f"answer/{number}", answer)
+        places = {"operation": self.num_operations, "position": self._fabric.position()}
+        roll.write_once(f"answer/{number}", {"rank": new, "members": with_new, **places})
         self._fabric.admit(new, request["address"], with_new)
         self.membership.change(with_new, self.num_operations, step)
         return new

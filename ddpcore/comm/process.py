@@ -43,8 +43,9 @@ def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Wor
     sizes = [min(share, max(0, numel - rank * share)) for rank in range(num)]
     own = sizes[group.rank()]
     received, sent = row.new_empty(num * own), row.contiguous()
+    given = [size * width for size in sizes]
     with call:
-        work = group.alltoall_base(_bytes(received), _bytes(sent), [own * width] * num, [size * width for size in sizes])
+        work = group.alltoall_base(_bytes(received), _bytes(sent), [own * width] * num, given)
 
     def end() -> None:
         nonlocal sent

@@ -22,8 +22,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     """Compare the learners of a strategy that keeps them identical, such as ``SSGD``. Collective in some steps.
 
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
-    state of its optimizer, or other options. Ranks compare in steps that all of them know, because a change on one
-    rank tells the others nothing. It takes one small ``gather`` after the average of gradients.
+    state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
     Args:
         columns: of the weights that are compared.
@@ -36,7 +35,8 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
         return
     options = _options(learner.optimizer)
-    sums = _sums_of_bits(flat.param_LP, columns)
+    bits = bits_of(flat.param_LP, columns).to(torch.float64)
+    sums = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.float64, device=bits.device)).sum(dim=1)
     membership = learner.comm.membership
     has_joined = membership is not None and any(change.joined for change in membership.changes)
     apart = float(is_apart or has_joined)  # a learner that joins has a momentum of its own
@@ -147,7 +147,3 @@ def bits_of(weights_LP: Tensor, columns: Tensor) -> Tensor:
     return weights_LP.detach().index_select(1, columns).view(torch.uint8)
 
 
-def _sums_of_bits(weights_LP: Tensor, columns: Tensor) -> Tensor:
-    """``[L]``: sums of the bytes of some weights, each times its place."""
-    parts = bits_of(weights_LP, columns).to(torch.float64)
-    return (parts * torch.arange(1, 1 + parts.shape[1], dtype=torch.float64, device=parts.device)).sum(dim=1)

@@ -23,6 +23,7 @@ from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.distributed.joining import received_state
 from ddpcore.distributed.mesh import group_of, layouts_of, shards_of
 from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
 from ddpcore.optim.base import FusedOptimizer
@@ -218,7 +219,7 @@ def join(
         learner = _make_learner(model, optimizer, strategy, comm, 1, connection, is_newcomer=True)
         comm.enter(facts)  # after the slow part, because the others wait from here on
         handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
-        handle.take_state()
+        handle.load_state_dict(received_state(learner))
         return handle
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddpcore.distributed.state_sync import KEEP, RESET, Policies
 from ddpcore.strategies.learner import Learner
@@ -16,11 +16,29 @@ from ddpcore.strategies.learner import Learner
 @torch.no_grad()
 def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
-    comm = learner.comm
+    comm, optimizer = learner.comm, learner.optimizer
+    # It begins without momentum if each learner keeps its own, or resets it.
+    takes_momentum = policies.momentum not in (KEEP, RESET)
+
+    def packed() -> Tensor:
+        """The state as bytes, uint8 ``[x]``."""
+        buffer, model = io.BytesIO(), learner.models[0].state_dict()
+        states = optimizer.state_dict() if takes_momentum else None
+        torch.save({"model": model, "optimizer": states, "handle": handle_state()}, buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
     if comm.member is not None:
-        comm.hand_over(new, lambda: _packed(learner, policies, handle_state()))
-    elif comm.membership is not None:
-        _copy_row(learner, comm.membership.source_for(new), new, policies)
+        comm.hand_over(new, packed)
+        return
+    assert comm.membership is not None
+    models = learner.models[new], learner.models[comm.membership.source_for(new)]  # virtual learners
+    pairs = [*zip(*(model.parameters() for model in models), strict=True)]
+    pairs += zip(*(model.buffers() for model in models), strict=True)
+    for own, theirs in pairs:
+        own.data.copy_(theirs.data)
+        for name, value in optimizer.state.get(own, {}).items():
+            if isinstance(value, Tensor) and value.shape == own.shape:
+                value.copy_(optimizer.state[theirs][name]) if takes_momentum else value.zero_()
 
 
 def received_state(learner: Learner) -> dict[str, Any]:
@@ -37,28 +55,3 @@ def received_state(learner: Learner) -> dict[str, Any]:
     return handle_state
 
 
-def _takes_momentum(policies: Policies) -> bool:
-    """A learner that joins begins without momentum if each learner keeps its own, or resets it."""
-    return policies.momentum not in (KEEP, RESET)
-
-
-def _packed(learner: Learner, policies: Policies, handle_state: dict[str, Any]) -> Tensor:
-    """The state as bytes, uint8 ``[x]``."""
-    buffer = io.BytesIO()
-    optimizer = learner.optimizer.state_dict() if _takes_momentum(policies) else None
-    torch.save({"model": learner.models[0].state_dict(), "optimizer": optimizer, "handle": handle_state}, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-
-def _copy_row(learner: Learner, source: int, new: int, policies: Policies) -> None:
-    """The same for a virtual learner."""
-    states = learner.optimizer.state
-    for own, theirs in zip(_tensors(learner.models[new]), _tensors(learner.models[source]), strict=True):
-        own.data.copy_(theirs.data)
-        for name, value in states.get(own, {}).items():
-            if isinstance(value, Tensor) and value.shape == own.shape:
-                value.copy_(states[theirs][name]) if _takes_momentum(policies) else value.zero_()
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.distributed.spans import Spans
+from ddpcore.distributed.phases import Spans
 
 CALLS = [  # name, beginning and end in seconds, bytes sent in the call
     ("before_forward", 1.0, 1.5, 0),

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.distributed.phases import PhaseClock
-from ddpcore.distributed.spans import Spans
+from ddpcore.distributed.phases import PhaseClock, Spans
 from helpers.ranks import join
 
 MAKERS: dict[str, Any] = {

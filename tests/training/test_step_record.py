@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.distributed.spans import NAMES
+from ddpcore.distributed.phases import NAMES
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import edges_of
 from ddpcore.training import Interrupted, train

@@ -290,8 +290,8 @@ class Coordinator:
                 if time.monotonic() > deadline:
                     self.fail(
                         f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-                        f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, or "
-                        "not make this call, such as evaluation_model()"
+                        f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, "
+                        "or not make this call, such as evaluation_model()"
                     )
             began, before = time.perf_counter(), began
             if has_come:
