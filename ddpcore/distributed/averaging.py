@@ -236,8 +236,3 @@ def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator
     if num > 0:
         norm.running_mean.copy_(mean)
         norm.running_var.copy_(squares / (num - 1).clamp(min=1))
-
-
-def rows_of(buffer: Tensor, comm: Communicator) -> Tensor:
-    """``[L, n]``: the elements of a buffer, as one row for each learner of this rank. The rows are equal."""
-    return buffer.contiguous().view(1, -1).repeat(len(comm.learners), 1)

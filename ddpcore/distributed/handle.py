@@ -96,8 +96,7 @@ class Distributed:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes accumulate gradients without averaging them."""
-        is_ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        with self.model.no_sync() if is_ddp else nullcontext():
+        with self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext():
             yield
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:

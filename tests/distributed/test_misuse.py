@@ -175,7 +175,6 @@ def test_handles_are_freed(make_strategy: Any) -> None:
         (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Hypercube())), {}, "power of two"),
         (lambda: ddpcore.PushSum(ddpcore.Hypercube()), {}, "power of two"),
         (ddpcore.SSGD, {"policies": ddpcore.Policies(momentum="gossip")}, "gossip needs neighbours"),
-        (ddpcore.SSGD, {"policies": ddpcore.Policies(scaler="average")}, "needs the scaler"),
         (ddpcore.SSGD, {"vectorize": "fast"}, "unknown vectorize"),
         (
             ddpcore.SSGD,
