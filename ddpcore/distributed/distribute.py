@@ -34,6 +34,7 @@ from ddpcore.parameters.shards import Shards, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
+
 def distribute(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -42,7 +43,7 @@ def distribute(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     learners: int | None = None,
-    vectorize: bool | str | None = None,
+    vectorize: bool | None = None,
     connection: Connection | None = None,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -235,7 +236,7 @@ def _group_of(
     group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
     connection: Connection,
-    vectorize: bool | str | None,
+    vectorize: bool | None,
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
     if mesh is not None:
@@ -246,8 +247,8 @@ def _group_of(
         return default_group(group)
     if given := connection.given(("transport", "link", "timeout")):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
-    if isinstance(vectorize, str) and vectorize != "measure":
-        raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
+    if vectorize not in (True, False, None):
+        raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None")
     return group
 
 

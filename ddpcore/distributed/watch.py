@@ -460,7 +460,8 @@ class LoopWatch:
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
         versions, bits = self._sent
-        if versions != list(map(_version_of, self._flat.parameters)) or (bits is not None and not torch.equal(bits, self._weight_bits())):
+        is_other = versions != list(map(_version_of, self._flat.parameters))
+        if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             raise RuntimeError(
                 "weights were changed between a forward pass and the next step, while neighbours read them: change "
                 "them after a step, or evaluate under torch.no_grad()"
