@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
-from ddpcore.parameters.bucket_plan import plan_buckets
 from ddpcore.parameters.hooks import HookWatch
 from ddpcore.parameters.shards import Shards, local
 
@@ -97,23 +96,19 @@ class FlatParameters:
         self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
         itemsize = self.parameters[0].element_size()
         locals_ = self.locals(self.parameters)
-        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
+        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize
         plan_buckets(0, *sizes)  # refuses sizes before anything moves
         layouts = [(part.shape, part.stride()) for part in locals_[: len(self.names)]]
         values = [part.detach() for part in locals_]
         del locals_
         self._move(values, [parameter.grad for parameter in self.parameters], layouts)
         self._hooks = HookWatch(self.parameters)
-        self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
+        self.buckets = tuple(plan_buckets(self.numel, *sizes))
 
     @property
     def numel(self) -> int:
         """P: the elements of one row, with padding. Padding is always zero."""
         return self.param_LP.shape[1]
-
-    def pointers(self) -> list[int]:
-        """The addresses of the parameters."""
-        return list(map(Tensor.data_ptr, self.locals(self.parameters)))
 
     def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of DTensors on this rank."""
@@ -188,18 +183,15 @@ class FlatParameters:
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:
-            gradients = [self._copy_if_aliased(local(self.parameters[index].grad)) for index in places]
+            found = [local(self.parameters[index].grad) for index in places]
+            # A gradient in the flat buffer, as that of another learner is, must be copied first.
+            gradients = [one.clone() if self._is_inside(one) else one for one in found]
             torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
             for index in places:
                 self.parameters[index].grad = self.grad_views[index]
         if missing:
             torch._foreach_zero_([local(self.grad_views[index]) for index in missing])
         return not missing
-
-    def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
-        """The gradient, or a copy if it is in the flat buffer, as the gradient of another learner is."""
-        assert gradient is not None
-        return gradient.clone() if self._is_inside(gradient) else gradient
 
     def _is_inside(self, gradient: Tensor) -> bool:
         return gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
@@ -403,6 +395,25 @@ _SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(spa
 
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]]:
+    """Cut ``[0, numel)`` into a bucket of at most ``first_size`` elements and buckets of at most ``size`` elements.
+
+    Cuts are multiples of ``ALIGNMENT``. A cut may be inside of a tensor, so a large tensor has several buckets.
+
+    Raises:
+        ValueError: a size is smaller than ``ALIGNMENT``.
+    """
+    if min(size, first_size) < ALIGNMENT:
+        raise ValueError(f"a bucket must have at least {ALIGNMENT} elements, the alignment")
+    buckets: list[tuple[int, int]] = []
+    begin = 0
+    while begin < numel:
+        largest = (size if buckets else first_size) // ALIGNMENT * ALIGNMENT
+        buckets.append((begin, min(numel, begin + largest)))
+        begin = buckets[-1][1]
+    return buckets
 
 
 def _lay_out(

@@ -16,6 +16,7 @@ from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
+
 class LearnerModels(nn.Module):
     """Runs each virtual learner's model on its own batch: tensors ``[L, B, ...]`` to tensors ``[L, B, ...]``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.parameters import learner_models
 from ddpcore.parameters.copies import copies_of
-from ddpcore.parameters.learner_models import LearnerModels
 from helpers.learner_models import Scaled, learners
 
 
