@@ -145,5 +145,3 @@ def sampled_columns(flat: FlatParameters) -> Tensor:
 def bits_of(weights_LP: Tensor, columns: Tensor) -> Tensor:
     """``[L, bytes]``: the bits of some weights."""
     return weights_LP.detach().index_select(1, columns).view(torch.uint8)
-
-

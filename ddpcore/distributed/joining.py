@@ -53,5 +53,3 @@ def received_state(learner: Learner) -> dict[str, Any]:
         learner.optimizer.load_state_dict(state["optimizer"])
     handle_state: dict[str, Any] = state["handle"]
     return handle_state
-
-

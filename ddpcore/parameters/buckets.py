@@ -151,8 +151,7 @@ class GradientBuckets:
         self._num_missing[segment] -= 1
         if self._num_missing[segment] == 0:
             self._order.append(segment)
-            return True
-        return False
+        return self._num_missing[segment] == 0
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
@@ -183,10 +182,9 @@ class GradientBuckets:
         self._rows.update(range(self.flat.num_rows))
 
     def _runs_last(self, parameter: Tensor) -> bool:
-        """Whether this hook is the last one of the parameter, so that no later hook can change the gradient.
+        """Whether this hook, as torch calls them in their order, is the last one that can change the gradient.
 
-        torch calls these hooks in the order in which they were registered. If one was registered later, the gradient is
-        sent at the end of this pass, and this hook becomes the last one.
+        If not, the gradient is sent at the end of this pass, and this hook becomes the last one.
         """
         hooks = parameter._post_accumulate_grad_hooks
         own = self._handles[id(parameter)].id

@@ -7,6 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -190,15 +191,14 @@ def _next(value: Any) -> list[Any]:
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        cells = map(_contents, value.__closure__ or ())
         used = [value.__globals__.get(name) for name in value.__code__.co_names]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*cells, *defaults, *vars(value).values(), *(one for one in used if isinstance(one, Tensor | nn.Module))]
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell  # never: reading an empty cell raises
-    except ValueError:
-        return True
+def _contents(cell: types.CellType) -> Any:
+    with suppress(ValueError):  # it is empty
+        return cell.cell_contents
+    return None

@@ -27,6 +27,7 @@ MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 _OF_GRADIENTS = ("grad_LP", "grad_views", "grad_pointers", "_grad_stacks")  # attributes that need the buffer
 _gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
+_Layout = tuple[torch.Size, tuple[int, ...]]  # shape and strides
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
 
@@ -90,7 +91,7 @@ class FlatParameters:
         for named in rows:
             _check_parameters([(name, local(parameter)) for name, parameter in named])
         self.num_rows = len(rows)
-        self._new = _zeros if allocate is None else allocate
+        self._new = allocate or _zeros
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(rows[0]))
         self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
@@ -316,21 +317,18 @@ class FlatParameters:
         """The addresses of ``grad_views``: they differ from ``grad_pointers`` if the program has set ``grad.data``."""
         return tuple(map(Tensor.data_ptr, self.locals(self.grad_views)))
 
-    def _move(
-        self,
-        values: list[Tensor],
-        gradients: list[Tensor | None],
-        layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
-    ) -> None:
+    def _move(self, values: list[Tensor], gradients: list[Tensor | None], layouts: Sequence[_Layout]) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
         firsts = self.parameters[: len(self.names)]
         rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
-        self.segments = _lay_out(self.names, layouts, rooms)
+        segments, offset = [], 0
+        for name, (shape, stride), room in zip(self.names, layouts, rooms, strict=True):
+            segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
+            offset += _aligned(room)
+        self.segments = tuple(segments)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
-        shape = (self.num_rows, _aligned(last.offset + rooms[-1]))
         self._known_views: dict[int, _BufferViews] = {}
-        self._set_views(self._views_at(self._new(shape, dtype, device)))
+        self._set_views(self._views_at(self._new((self.num_rows, offset), values[0].dtype, values[0].device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
@@ -386,11 +384,11 @@ class FlatParameters:
 _UNUSED = max(map(sys.getrefcount, (torch.zeros(0, dtype=torch.float32, device="cpu"),)))
 
 
+_SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
+
+
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-_SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
 
 
 def _aligned(numel: int) -> int:
@@ -400,10 +398,7 @@ def _aligned(numel: int) -> int:
 def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]]:
     """Cut ``[0, numel)`` into a bucket of at most ``first_size`` elements and buckets of at most ``size`` elements.
 
-    Cuts are multiples of ``ALIGNMENT``. A cut may be inside of a tensor, so a large tensor has several buckets.
-
-    Raises:
-        ValueError: a size is smaller than ``ALIGNMENT``.
+    Cuts are multiples of ``ALIGNMENT``, a size below which is a ValueError. A large tensor has several buckets.
     """
     if min(size, first_size) < ALIGNMENT:
         raise ValueError(f"a bucket must have at least {ALIGNMENT} elements, the alignment")
@@ -414,16 +409,6 @@ def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]
         buckets.append((begin, min(numel, begin + largest)))
         begin = buckets[-1][1]
     return buckets
-
-
-def _lay_out(
-    names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]], rooms: Sequence[int]
-) -> tuple[Segment, ...]:
-    segments, offset = [], 0
-    for name, (shape, stride), room in zip(names, layouts, rooms, strict=True):
-        segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-        offset += _aligned(room)
-    return tuple(segments)
 
 
 def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
@@ -447,11 +432,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse parameters that cannot be views of one buffer.
-
-    Raises:
-        ValueError: as :class:`~ddpcore.parameters.flat.FlatParameters`.
-    """
+    """Raise ValueError, as :class:`FlatParameters`, for parameters that cannot be views of one buffer."""
     if not named:
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
     first_name, first = named[0]

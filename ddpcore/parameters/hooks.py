@@ -102,13 +102,7 @@ def exclude_from_compilation(
 ) -> None:
     """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
 
-    As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
-    as importing torch.
-
-    Args:
-        kind: the class or module.
-        names: of its methods or functions.
-        recursive, reason: see ``torch.compiler.disable``.
+    As a decorator it would import torch's compiler with the class, which takes as long as importing torch.
     """
     for name in names:
         setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))

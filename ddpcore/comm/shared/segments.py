@@ -31,10 +31,6 @@ STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memo
 _Kind = tuple[int, torch.dtype, torch.device]
 
 
-def _kind_of(weights: Tensor) -> _Kind:
-    return weights.numel(), weights.dtype, weights.device
-
-
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group. Ranks read and write each other's memory.
 
@@ -146,11 +142,12 @@ class SegmentCommunicator(Communicator):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
         in_place = in_place and not weights.is_cuda
+        kind = weights.numel(), weights.dtype, weights.device
         self._snapshots.note_used(self._coordinator.num_operations)
         if len(self.ranks) == 1:
-            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
-        mine = self._next.pop(_kind_of(weights), None) if in_place else None
-        snapshot = mine or self._free_snapshot(weights)
+            return _SnapshotExchange(self, -1, round_, Slot({self.rank: weights}))
+        mine = self._next.pop(kind, None) if in_place else None
+        snapshot = mine or self._free_snapshot(kind)
         own = snapshot.views[self.rank]
         if round_.destinations and own.data_ptr() != weights.data_ptr():
             own.copy_(weights)
@@ -158,7 +155,7 @@ class SegmentCommunicator(Communicator):
         number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
         snapshot.readers = round_.destinations
         self.bytes_sent += len(round_.destinations) * weights.nbytes
-        return (_InPlaceExchange if in_place else _SnapshotExchange)(self, number, weights, round_, snapshot)
+        return _SnapshotExchange(self, number, round_, snapshot, kind if in_place else None)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -203,15 +200,16 @@ class SegmentCommunicator(Communicator):
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
-    def _free_snapshot(self, like: Tensor) -> Slot:
+    def _free_snapshot(self, kind: _Kind) -> Slot:
         """A snapshot that no rank reads. It has its own storage, because saving a parameter saves its whole storage."""
+        num_bytes, dtype = kind[0] * kind[1].itemsize, kind[1]
 
         def make() -> Slot:
-            buffers = self._allocate(like.nbytes)
-            return Slot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()})
+            buffers = self._allocate(num_bytes)
+            return Slot({rank: one[:num_bytes].view(dtype) for rank, one in buffers.items()})
 
         return self._snapshots.take(
-            _kind_of(like),
+            kind,
             self._coordinator.num_operations,
             lambda num: [make() for _ in range(num)],
             lambda slot, number: self._coordinator.await_passed(slot.readers, number),
@@ -244,9 +242,12 @@ class SegmentCommunicator(Communicator):
 
 
 class _SnapshotExchange(Exchange):
-    def __init__(self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: Slot) -> None:
+    def __init__(
+        self, comm: SegmentCommunicator, number: int, round_: Round, snapshot: Slot, kind: _Kind | None = None
+    ) -> None:
         super().__init__(comm.learners, lambda _: round_)
-        self._comm, self._number, self._weights, self._round, self._snapshot = comm, number, weights, round_, snapshot
+        self._comm, self._number, self._round, self._snapshot = comm, number, round_, snapshot
+        self._kind = kind  # of weights that are exchanged in place
 
     @override
     def received(self) -> Mapping[int, Tensor]:
@@ -255,21 +256,20 @@ class _SnapshotExchange(Exchange):
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
-    def abandon(self) -> None:
-        self._comm._snapshots.hand_out(self._snapshot)
-
-
-class _InPlaceExchange(_SnapshotExchange):
-    @override
     def mixture(self) -> WeightAverage:
         mixture = super().mixture()
+        if self._kind is None:
+            return mixture
         assert isinstance(mixture, Mixture)
-        snapshot = self._comm._next[_kind_of(self._weights)] = self._comm._free_snapshot(self._weights)
+        snapshot = self._comm._next[self._kind] = self._comm._free_snapshot(self._kind)
         return replace(mixture, out=snapshot.views[self._comm.rank])
 
     @override
     def abandon(self) -> None:
-        self._comm._next[_kind_of(self._weights)] = self._snapshot
+        if self._kind is None:
+            self._comm._snapshots.hand_out(self._snapshot)
+        else:
+            self._comm._next[self._kind] = self._snapshot
 
 
 def _is_pair_or_idle(round_: Round) -> bool:
@@ -282,9 +282,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
     """Learner j is rank j of the group. All ranks are processes of one user on one host.
 
     Args:
-        group: a process group, used only for setting up; None is the default group, which must be initialised.
-        timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
-        among: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
+        group, timeout, among: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
         in_thread: whether a thread of each rank computes averages that have begun, while the rank does other work;
             None: if there are at least two cores for each rank. With fewer cores it hides nothing.
 
