@@ -31,10 +31,9 @@ from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.joining import give_state
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.phases import PhaseClock, Spans
-from ddpcore.distributed.state_sync import StateSync
+from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
