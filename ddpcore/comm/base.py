@@ -24,15 +24,10 @@ from ddpcore.topology.rounds import Round
 
 
 class Job(NamedTuple):
-    """What a learner has done since it read its weights.
+    """What a learner has done since it read its weights."""
 
-    Attributes:
-        read: the weights that it read, ``[P]``.
-        model: those of its model, ``[P]``: ``read`` plus the step of the optimizer.
-    """
-
-    read: Tensor
-    model: Tensor
+    read: Tensor  # the weights that it read, ``[P]``
+    model: Tensor  # those of its model, ``[P]``: ``read`` plus the step of the optimizer
 
     def begin_next_(self, weights: Tensor) -> None:
         """Overwrite this job with the next one, which reads these weights."""
@@ -41,13 +36,9 @@ class Job(NamedTuple):
 
 
 class PairMean:
-    """What a meeting of two learners does to their rows: both take the mean. A strategy may move further copies.
+    """What a meeting of two learners does to their rows: both take the mean. A strategy may move further copies."""
 
-    Attributes:
-        num_copies: K.
-    """
-
-    num_copies = 1
+    num_copies = 1  # K
 
     def first_rows(self, weights_LP: Tensor) -> Tensor:
         """New rows ``[L, K, P]``, each copy equal to the weights."""
@@ -61,12 +52,9 @@ class PairMean:
 
     @torch.no_grad()
     def meet_(self, own: Tensor, peer: Tensor | None, job: Job) -> None:
-        """Average two rows that are here, add the step of the job to the own row, and begin the next job.
+        """Average this learner's row and one that is here, add the step of the job, and begin the next job.
 
-        Args:
-            own: this learner's row.
-            peer: the row of another learner; None: no mean.
-            job: of this learner.
+        Without a peer nothing is averaged.
         """
         size = chunk_of(job.model)
         for begin in range(0, len(job.model), size):
@@ -290,12 +278,7 @@ class Communicator(ABC):
         raise NotImplementedError(f"{self.description}: no rank joins")
 
     def announce(self, facts: Sequence[Fact], first: int) -> None:
-        """Let ranks join from now on that train the same, if ranks may join.
-
-        Args:
-            facts: what all members train.
-            first: the number of learners that the run began with.
-        """
+        """Let ranks join from now on that train the same, if ranks may join; the run began with ``first`` learners."""
 
     def note_topology(self, topology: Topology) -> None:
         """Say in the description which edges of a topology go which way, if there are several ways."""
@@ -349,10 +332,7 @@ class Communicator(ABC):
         """
 
     def form_groups(self, size: int) -> None:
-        """Prepare :meth:`average_groups_`, before training. Collective.
-
-        Args:
-            size: of each group, a divisor of n.
+        """Prepare :meth:`average_groups_` of a size that divides n, before training. Collective.
 
         Raises:
             ValueError: the connection has no such groups. Nothing has changed.

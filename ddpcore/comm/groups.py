@@ -109,16 +109,13 @@ def own_client(store: dist.Store) -> dist.Store:
 def own_group(
     backends: Mapping[str, str], store: dist.Store, rank: int, num: int, connect_seconds: float
 ) -> dist.ProcessGroup:
-    """A group of ``num`` ranks. Collective over these.
+    """A group of ``num`` ranks, of which this is ``rank``. Collective over these.
 
-    Calls of ``torch.distributed`` do not take it; its methods, such as ``allreduce``, do the same. ``set_timeout``
-    limits the time of a call.
+    Calls of ``torch.distributed`` do not take it; its methods, such as ``allreduce``, do the same.
 
     Args:
         backends: ``gloo`` or ``nccl`` for each type of device, such as ``cpu``.
         store: a place that no other group uses.
-        rank: of this process, below ``num``.
-        num: of ranks.
         connect_seconds: until all have come, over gloo; NCCL connects in the first call.
 
     Raises:

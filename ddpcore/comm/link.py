@@ -131,10 +131,7 @@ class LinkedCommunicator(Communicator):
     def wait(self, left: float, sources: Sequence[int], num_delays: int) -> float:
         """Advance the clock until the messages of ``sources`` have arrived, and return that time. Collective.
 
-        Args:
-            left: when the last bit of this learner's message left.
-            sources: the learners whose messages are needed.
-            num_delays: delays that a message takes.
+        The last bit of this learner's message ``left`` at a time, and a message takes ``num_delays`` delays.
         """
         start = self.clock.now()
         left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64, device="cpu")).tolist()

@@ -127,16 +127,13 @@ class Roll:
     Args:
         store: under a prefix that no other run uses.
         timeout: seconds that a living rank may let the others wait.
-
-    Attributes:
-        rank: the id of this rank; -1 before it takes part.
-        generation: the number of the list of members that holds now.
-        asked: how many ranks have asked to join so far, as far as this rank knows.
     """
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
         self._store, self.timeout = store, timeout
-        self.rank, self.generation, self.asked = -1, 0, 0
+        self.rank = -1  # the id of this rank, when it takes part
+        self.generation = 0  # the number of the list of members that holds now
+        self.asked = 0  # how many ranks have asked to join so far, as far as this rank knows
         self._opened = 0  # the last generation that a rank has opened, as far as this rank knows
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True, name="ddpcore-roll-call")

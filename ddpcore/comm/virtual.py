@@ -119,9 +119,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
 
     Row j belongs to the learner with id j. A row of no member stays in the buffer: averages are written to it too, and
     nothing reads it.
-
-    Args:
-        num_rows: L.
     """
 
     membership: Membership
@@ -142,10 +139,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._script.append(change)
         self._script.sort(key=lambda change: change.operation)
 
-    @property
-    def _rows(self) -> list[int]:
-        return list(self.membership.members)
-
     @override
     def redrawn(self, topology: Topology) -> Topology:
         return self.membership.topology(topology)
@@ -163,7 +156,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
 
     @override
     def admit(self, step: int) -> int | None:
-        """At the end of a step: let a learner join if the script says so. Returns its id."""
         if not self._script or not self._script[0].joined or self._script[0].operation > self.num_operations:
             return None
         (new,) = self._script.pop(0).joined
@@ -180,7 +172,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
     @override
     def broadcast_(self, rows: Tensor) -> None:
         self._begin(None)
-        first = self._rows[0]
+        first = self.membership.members[0]
         rows.copy_(rows[first : first + 1].clone().expand_as(rows))
 
     @override
@@ -189,7 +181,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         self._begin(step)
         self.bytes_sent += (self.num_learners - 1) * rows[0].nbytes
         for columns in rows.split(COLUMNS, dim=1):
-            living = [columns[row] for row in self._rows]
+            living = [columns[row] for row in self.membership.members]
             columns.copy_(sum_of(living).div_(self.num_learners))
         return Work()
 
@@ -205,4 +197,4 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
     @override
     def gather(self, values: Tensor) -> Tensor:
         self._begin(None)
-        return values[self._rows]
+        return values[list(self.membership.members)]

@@ -28,14 +28,10 @@ class _Begun(NamedTuple):
 
 
 class Averages:
-    """Averages among some ranks, in the order in which they begin. No other rank takes part.
+    """Averages among some ranks, ascending, in the order in which they begin. No other rank takes part.
 
-    Args:
-        coordinator: of these ranks; other operations of theirs may use it too.
-        memory: the shared memory.
-        ranks: their numbers, ascending.
-        in_thread: whether a thread of this rank computes each average as soon as all ranks have begun it. Else the rank
-            computes it when it waits for it. The bits are the same.
+    ``in_thread``: a thread of this rank computes each average as soon as all ranks have begun it. Else the rank
+    computes it when it waits for it. The bits are the same.
     """
 
     def __init__(

@@ -185,15 +185,10 @@ class Coordinator:
         return all(flags.wait(ARRIVED, number + 1, seconds) for flags in self._flags.values())
 
     def await_arrived(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> list[int]:
-        """Wait until these ranks have begun this operation, and check that it is the same operation.
-
-        Args:
-            ranks: to wait for.
-            number: of the operation.
-            may_die: whether a rank may be dead instead, see :mod:`ddpcore.comm.fabric`.
+        """Wait until these ranks have begun this operation, or with ``may_die`` are dead; check that it is the same.
 
         Returns:
-            The ranks that have begun it: the same on every rank that lives.
+            The ranks that have begun it: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`.
 
         Raises:
             RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.

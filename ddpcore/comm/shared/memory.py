@@ -173,12 +173,12 @@ class Slots:
 
         Args:
             kind: of the slot.
-            now: the number of the next operation. A slot that was read until this very operation is not free: its
-                readers and this rank would deadlock.
+            now: the number of the next operation.
             make: makes so many slots. Collective.
             await_readers: waits until the readers of a slot have begun an operation of that number.
         """
         known = self.known.setdefault(kind, [])
+        # Not one that was read until this very operation: its readers and this rank would deadlock.
         free = [slot for slot in known if slot.used is not None and slot.used < now]
         if not free:
             free = make(1 if known else 2)
