@@ -33,7 +33,6 @@ from ddpcore.distributed.state_sync import Policies, StateSync, received_state, 
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import Shards, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
@@ -88,16 +87,16 @@ def distribute(
     group = _group_of(learners, group, mesh, connection, vectorize)
     shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
-    facts = _agree(group, shards, model, optimizer, strategy, settings, connection.timeout)
+    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
+    for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
+        check_agreement(one, facts, _trained(model).device, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection, shards)
         _start_alike(learner)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        state_sync = StateSync(policies, learner, strategy)
-        with own_hooks():
-            handle = HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
+        handle = HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy), on_nonfinite)
     if learners is None and connection.on_failure == "raise":
         _share_work(optimizer, strategy, group)
     return handle
@@ -202,15 +201,14 @@ def join(
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
-    facts = _agree(None, None, model, optimizer, strategy, settings, connection.timeout)
+    facts = facts_of(model, optimizer, strategy, settings)
     comm = find_run(store, _trained(model).device, connection.timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, connection)
         comm.enter(facts)  # after the slow part, because the others wait from here on
         state_sync = StateSync(policies, learner, strategy, joins=True)
-        with own_hooks():
-            handle = HookedDistributed(model, learner, strategy, state_sync, on_nonfinite)
+        handle = HookedDistributed(model, learner, strategy, state_sync, on_nonfinite)
         handle.load_state_dict(received_state(learner))
         return handle
 
@@ -255,22 +253,6 @@ def _group_of(
     if vectorize not in (True, False, None):
         raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None")
     return group
-
-
-def _agree(
-    group: dist.ProcessGroup | None,
-    shards: Shards | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    settings: dict[str, Any],
-    timeout: float,
-) -> list[Fact]:
-    """Return what all ranks must have in common, after the ranks of the group, and of the learner, have compared it."""
-    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
-    for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
-        check_agreement(one, facts, _trained(model).device, timeout)
-    return facts
 
 
 def _trained(model: nn.Module) -> Tensor:

@@ -38,7 +38,7 @@ from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets, Pieces
-from ddpcore.parameters.hooks import exclude_from_compilation
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
@@ -64,6 +64,7 @@ class HookedDistributed(Distributed):
 
     learner: Learner
 
+    @own_hooks()
     def __init__(
         self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
     ) -> None:
