@@ -91,10 +91,6 @@ class ElasticCommunicator(Communicator):
     def waited(self) -> Mapping[int, float]:
         return self._fabric.waited
 
-    @override
-    def redrawn(self, topology: Topology) -> Topology:
-        return self.membership.topology(topology)
-
     # ---- ranks that join ----
 
     @override

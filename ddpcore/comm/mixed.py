@@ -27,8 +27,8 @@ from ddpcore.topology.rounds import Round
 class MixedCommunicator(ProcessGroupCommunicator):
     """Learner j is rank j of the group. Exchanges inside a host go by shared memory, those between hosts by the group.
 
-    So do averages of groups (:meth:`average_groups_`): by shared memory if each group is on one host. All else goes by
-    the process group: averages of all ranks, broadcasts, gatherings, and rows that change without waiting.
+    Averages of groups go by shared memory if each group is on one host. All else goes by the process group: averages of
+    all ranks, broadcasts, gatherings, and rows that change without waiting.
 
     Args:
         group: a process group; None is the default group, which must be initialised.
@@ -57,20 +57,18 @@ class MixedCommunicator(ProcessGroupCommunicator):
         self._near = SharedMemoryCommunicator(self.group, timeout, on_host)
         self._sizes_on_host: set[int] = set()  # of groups
         self._between = self.description
-        self.description = self._describe("", "")
+        self._describe("", "")
 
-    def _describe(self, near: str, far: str) -> str:
+    def _describe(self, near: str, far: str) -> None:
         num = len(set(self._hosts))
-        return (
+        self.description = (
             f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._between}, "
             f"between hosts{far} and for averages of all ranks"
         )
 
     @override
     def note_topology(self, topology: Topology) -> None:
-        """It says how many, see :func:`count_edges`."""
-        near, far = (f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts))
-        self.description = self._describe(near, far)
+        self._describe(*(f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts)))
 
     @property
     @override

@@ -139,10 +139,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._script.append(change)
         self._script.sort(key=lambda change: change.operation)
 
-    @override
-    def redrawn(self, topology: Topology) -> Topology:
-        return self.membership.topology(topology)
-
     def _begin(self, step: int | None) -> None:
         """Begin an operation: apply the changes that are due."""
         while self._script and self._script[0].operation <= self.num_operations:

@@ -44,8 +44,9 @@ def check_model(model: nn.Module) -> None:
         _check_tensor("parameter", name, parameter)
     for name, buffer in model.named_buffers():
         _check_tensor("buffer", name, buffer)
-        if buffer.layout != torch.strided or buffer.is_quantized or buffer.is_nested:
-            raise ValueError(f"buffer {name} is {_kind(buffer)} and cannot be sent: make it a dense tensor")
+        kind = "quantized" if buffer.is_quantized else "nested" if buffer.is_nested else str(buffer.layout)[6:]
+        if kind != "strided":
+            raise ValueError(f"buffer {name} is {kind.replace('_', ' ')} and cannot be sent: make it a dense tensor")
     _check_aliases(model)
 
 
@@ -76,12 +77,6 @@ def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{what} {name} has no shape yet (lazy module): run one forward pass before distribute()")
     if tensor.is_meta:
         raise ValueError(f"{what} {name} is on the meta device: materialise the model first (model.to_empty)")
-
-
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_quantized:
-        return "quantized"
-    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").replace("_", " ")
 
 
 def _check_aliases(model: nn.Module) -> None:

@@ -18,9 +18,6 @@ from torch.utils._pytree import tree_leaves
 from ddpcore.comm.base import Communicator
 from ddpcore.parameters.hooks import is_compiled_autograd, own_hooks
 
-NAMES = ("before_forward", "bucket_ready", "after_backward", "before_step", "after_step")
-"""In torch's profiler each has the prefix ``ddpcore::``."""
-
 _STARTS = ("before_forward", "bucket_ready")  # calls that may start a transfer and do not wait for it
 _WAITS = ("after_backward", "before_step")  # calls that wait for it
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.hooks import (
     exclude_from_compilation,
-    has_hook_after,
+    node_hooks,
     num_hooks,
     refuse_compiled_autograd,
     weakly,
@@ -166,7 +166,7 @@ class GradientBuckets:
             self.restart()
         self._is_open = True
         if self._num_hooks != num_hooks():
-            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or has_hook_after(p)}
+            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or node_hooks(p, "register_hook")}
             self._num_hooks = num_hooks()
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import node_hooks
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
 
@@ -74,17 +74,10 @@ def _copy_node_hooks(parameter: Tensor, own: Tensor, memo: dict[int, Any]) -> No
     """Copy the hooks of the accumulation node of a parameter, which lives as long as something holds it."""
     if not parameter.requires_grad:
         return
-    node: Any = get_gradient_edge(parameter).node
     for register in ("register_prehook", "register_hook"):
-        with own_hooks():  # a handle gives all hooks that were registered before
-            handle = getattr(node, register)(lambda *_: None)
-            hooks = dict(handle.hooks_dict_ref())
-            handle.remove()
-        hooks.pop(handle.id)
-        if hooks:
+        for hook in node_hooks(parameter, register):
             held = vars(own).setdefault("_accumulation_node", get_gradient_edge(own).node)
-            for hook in hooks.values():
-                getattr(held, register)(copy.deepcopy(hook, memo))
+            getattr(held, register)(copy.deepcopy(hook, memo))
 
 
 def _memo_of(model: nn.Module) -> dict[int, Any]:

@@ -60,14 +60,14 @@ def _has_node(parameter: Tensor) -> bool:
     return "ddpcore" in second
 
 
-def has_hook_after(parameter: Tensor) -> bool:
-    """Whether the parameter's accumulation node has hooks (``node.register_hook``), which run after all others."""
+def node_hooks(parameter: Tensor, register: str) -> list[Callable[..., Any]]:
+    """The hooks of a parameter's accumulation node; those of ``register_hook`` run after all others."""
     node: Any = get_gradient_edge(parameter).node
     with own_hooks():  # a handle gives all hooks of its kind
-        handle = node.register_hook(lambda *_: None)
-        num = len(handle.hooks_dict_ref())
+        handle = getattr(node, register)(lambda *_: None)
+        hooks = dict(handle.hooks_dict_ref())
         handle.remove()
-    return num > 1
+    return [hook for number, hook in hooks.items() if number != handle.id]
 
 
 def is_compiled_autograd() -> bool:
