@@ -70,12 +70,7 @@ class Link:
 
 
 class LearnerClock:
-    """The clock of one learner: its computing time plus its waiting time, in seconds.
-
-    Args:
-        slow: factor of the computing time.
-        cpu: returns the CPU seconds of the thread. Time of other threads on the same core does not count.
-    """
+    """The clock of one learner: ``slow`` times the CPU seconds of its thread, plus the seconds of its waiting."""
 
     def __init__(self, slow: float = 1.0, cpu: Callable[[], float] = time.thread_time) -> None:
         self._slow, self._cpu, self._waited = slow, cpu, 0.0

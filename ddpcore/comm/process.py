@@ -78,8 +78,6 @@ _numbers = count()
 class ProcessGroupCommunicator(Communicator):
     """Connects the ranks of a process group. Rank r holds learners r L to (r + 1) L - 1.
 
-    A row is sent once to each rank that needs it.
-
     Args:
         group: a process group; None is the default group, which must be initialised.
         num_rows: L, learners of each rank. If it is above 1 they are virtual learners.

@@ -24,12 +24,9 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
     state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
-    Args:
-        columns: of the weights that are compared.
-        is_apart: whether weights may differ, because a step had no average.
-
     Raises:
-        RuntimeError: an option of a group differs, or the weights do. Nothing was stepped.
+        RuntimeError: an option of a group differs, or these columns of the weights do, unless weights may be apart,
+            because a step had no average. Nothing was stepped.
     """
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
@@ -81,11 +78,7 @@ def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
 def check_divided(learner: Learner) -> None:
     """Compare the gradients of ranks among which an optimizer divides its work, as Muon does. Collective.
 
-    Each rank then takes directions that another one has computed from its own gradients, and waits for them without
-    the timeout of the connection.
-
-    Raises:
-        RuntimeError: a gradient differs, or a rank does not step. Nothing was stepped.
+    RuntimeError: a gradient differs, or a rank does not step, for which others would wait without a timeout.
     """
     flat, name = learner.flat, type(learner.optimizer).__name__
     if learner.comm.num_learners == 1 or is_capturing(flat.param_LP):

@@ -29,16 +29,13 @@ class Spans:
         seconds: host seconds in all ranges so far. Ranges that wait for other ranks include the wait.
         overlapped: host seconds between a call that started a transfer to other processes and the call that waited for
             it, without ``seconds``. So at most this much communication was hidden behind computation.
-
-    Args:
-        comm: its ``bytes_sent`` says whether a call started a transfer.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self.seconds = self.overlapped = 0.0
         self._comm, self._has_others = comm, len(comm.learners) < comm.num_learners
         self._names: list[str] = []  # of the ranges that are open, the outermost first
-        self._began, self._sent = 0.0, 0
+        self._began, self._sent = 0.0, 0  # bytes: they say whether a call started a transfer
         self._open: tuple[float, float] | None = None  # the end of the range that started a transfer, seconds so far
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
@@ -70,14 +67,10 @@ class Spans:
 
 
 class PhaseClock:
-    """Counts the seconds of forward passes, backward passes and waiting of one rank since :meth:`restart`.
-
-    Args:
-        spans: of the strategy, whose seconds are waiting; None: torch averages at the end of the backward pass.
-    """
+    """Counts the seconds of forward passes, backward passes and waiting of one rank since :meth:`restart`."""
 
     def __init__(self, spans: Spans | None = None) -> None:
-        self._spans = spans
+        self._spans = spans  # their seconds are waiting; None: torch averages at the end of the backward pass
         self.restart()
 
     def restart(self) -> None:

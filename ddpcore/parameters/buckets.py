@@ -26,8 +26,7 @@ Pieces = Iterator[tuple[int, Sequence[Tensor]]]
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
     """Columns ``[begin, end)`` of ``flat.grad_LP`` that are sent together: buckets that one parameter completes.
 
-    A large parameter completes several buckets at once, and one message for all of them costs less. They depend on the
-    layout and not on the actual order of the gradients, so all ranks send identical messages.
+    They depend on the layout and not on the actual order of the gradients, so all ranks send identical messages.
     """
     found: dict[int, tuple[int, int]] = {}  # by the segment that completes them
     for begin, end in flat.buckets:

@@ -127,7 +127,7 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
-        """Let autograd refuse a backward pass that needs weights which the program has changed in place meanwhile.
+        """Let autograd refuse a backward pass after the program has changed weights in place.
 
         The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
         """

@@ -69,9 +69,8 @@ def _commit() -> str | None:
 def keep_freed_memory() -> bool:
     """Keep the memory of freed tensors in this process, whose size then stays near its peak.
 
-    glibc maps new memory for each tensor of more than 32 MiB and unmaps it when the tensor is freed, and the system
-    zeroes each page at the first access. With batches of some thousand images this is half of the time of a training
-    step on a CPU. torch's CUDA allocator already keeps freed memory.
+    glibc unmaps each freed tensor of more than 32 MiB, and the system zeroes the pages of the next one. With batches of
+    some thousand images this is half of the time of a training step on a CPU.
 
     Returns:
         Whether the C library is glibc; with another one nothing changes.
