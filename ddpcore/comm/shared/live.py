@@ -30,7 +30,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two attempts to loc
 
 
 class SharedLiveWeights(LiveWeights):
-    """One row ``[K, P]`` of each rank, in shared memory; each rank has filled its own. The constructor is collective."""
+    """One row ``[K, P]`` of each rank, which has filled it, in shared memory. The constructor is collective."""
 
     def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor], rule: PairMean) -> None:
         self._coordinator, self._rows, self._rank, self._rule = coordinator, rows, coordinator.rank, rule
