@@ -255,7 +255,7 @@ class _Group:
     def __init__(self, roll: Roll, backend: str, members: Members, rank: int, device: torch.device) -> None:
         self.members, self._device, self.error = members, device, ""
         self._is_nccl = backend == "nccl"
-        self._jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if len(members) == 1:
             return
         try:
@@ -287,32 +287,31 @@ class _Group:
         group, device, num = self._group, self._device, len(self.members)
 
         def wait() -> None:
-            for work in flight.works:
-                work.wait()
-            flight.is_received = True
-            digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
-            own = torch.tensor([int.from_bytes(digest, "little")], device=device)
-            everyone = [torch.empty_like(own) for _ in range(num)]
-            group.allgather([everyone], [own]).wait()
-            if len(set(torch.cat(everyone).tolist())) > 1:
-                raise RuntimeError(
-                    f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
-                    "rank alone under torch.no_grad(), step() and evaluation_model() on all"
-                )
+            try:
+                for work in flight.works:
+                    work.wait()
+                flight.is_received = True
+                digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
+                own = torch.tensor([int.from_bytes(digest, "little")], device=device)
+                everyone = [torch.empty_like(own) for _ in range(num)]
+                group.allgather([everyone], [own]).wait()
+                if len(set(torch.cat(everyone).tolist())) > 1:
+                    flight.error = (
+                        f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
+                        "rank alone under torch.no_grad(), step() and evaluation_model() on all"
+                    )
+            except RuntimeError as error:
+                flight.error = _first_line(error)
+            flight.ended.set()
 
         flight.is_waited = True
-        self._jobs.put((flight, wait))
+        self._jobs.put(wait)
 
 
-def _wait_for_transfers(jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        flight, wait = job
-        try:
-            wait()
-        except RuntimeError as error:
-            flight.error = _first_line(error)
-        flight.ended.set()
-        del flight, wait, job  # which would keep the group
+def _wait_for_transfers(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := jobs.get()) is not None:
+        wait()
+        del wait  # which would keep the group
 
 
 def _first_line(error: Exception) -> str:
