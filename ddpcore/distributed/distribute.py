@@ -80,9 +80,7 @@ def distribute(
     if isinstance(strategy, Baseline):
         options: dict[str, Any] = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
-        baseline = _baseline(model, strategy, group, connection, options)
-        _share_work(optimizer, strategy, group)
-        return baseline
+        return _baseline(model, optimizer, strategy, group, connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, mesh, connection, vectorize)
     shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
@@ -215,6 +213,7 @@ def join(
 
 def _baseline(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     strategy: Baseline,
     group: dist.ProcessGroup | None,
     connection: Connection,
@@ -231,6 +230,7 @@ def _baseline(
     if comm.num_learners > 1:
         handle.model.register_forward_pre_hook(handle.phases.begin_forward)
         handle.model.register_forward_hook(handle.phases.end_forward)
+    _share_work(optimizer, strategy, group)
     return handle
 
 

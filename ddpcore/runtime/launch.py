@@ -90,7 +90,7 @@ def variables(names: Sequence[str]) -> dict[str, str | None]:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return len(os.sched_getaffinity(0))
 
 
 def threads_per_rank(local_world_size: int) -> int:
@@ -224,9 +224,8 @@ def _child(run_rank: Callable[..., None], world: World, port: int, report: Conne
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     if (parent := multiprocessing.parent_process()) is not None:
         _end_after(parent.join)
-    if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    for library in ("GLOO", "NCCL"):  # else they listen on the address of the machine's name, or of a network card
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
         run_rank(world, store=store, rank=world.rank, world_size=world.world_size)

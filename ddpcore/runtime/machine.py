@@ -77,7 +77,7 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
+    except (OSError, AttributeError):
         return False
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES}
     return all(mallopt(name, value) == 1 for name, value in settings.items())

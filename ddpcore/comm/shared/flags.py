@@ -21,7 +21,6 @@ class Flags:
 
     Raises:
         ImportError: there is no compiled library.
-        ValueError: the buffer does not start on a cache line.
         TypeError: the buffer is read-only, or no buffer.
     """
 
@@ -31,8 +30,6 @@ class Flags:
         num_bytes = memoryview(buffer).nbytes
         self._memory = (ctypes.c_char * num_bytes).from_buffer(buffer)  # keeps the buffer alive
         first = ctypes.addressof(self._memory)
-        if first % LINE_BYTES:
-            raise ValueError("flags need a buffer that starts on a cache line")
         self._addresses = range(first, first + num_bytes - LINE_BYTES + 1, LINE_BYTES)
 
     def read(self, index: int) -> int:
