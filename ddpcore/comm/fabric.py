@@ -258,10 +258,9 @@ class _Group:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if len(members) == 1:
             return
+        store = dist.PrefixStore(f"{roll.generation}/group", roll.store)
         try:
-            self._group = own_group(
-                {device.type: backend}, roll.group_store(), members.index(rank), len(members), _CONNECT_SECONDS
-            )
+            self._group = own_group({device.type: backend}, store, members.index(rank), len(members), _CONNECT_SECONDS)
         except RuntimeError as error:
             self.error = _first_line(error)
             return

@@ -130,7 +130,7 @@ class Roll:
     """
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
-        self._store, self.timeout = store, timeout
+        self.store, self.timeout = store, timeout
         self.rank = -1  # the id of this rank, when it takes part
         self.generation = 0  # the number of the list of members that holds now
         self.asked = 0  # how many ranks have asked to join so far, as far as this rank knows
@@ -152,10 +152,10 @@ class Roll:
         while not self._is_closed.wait(POLL_SECONDS):
             generation = self.generation + 1
             try:
-                self.asked = self._store.add("joins", 0)
-                call = self._store.add(f"{generation}/call", 0)
+                self.asked = self.store.add("joins", 0)
+                call = self.store.add(f"{generation}/call", 0)
                 if call and self.rank >= 0 and (generation, call) != answered:
-                    self._store.set(f"{generation}/alive/{self.rank}", str(call))
+                    self.store.set(f"{generation}/alive/{self.rank}", str(call))
                     answered = generation, call
                     self._opened = generation
             except RuntimeError:  # the store is gone: a wait of this rank says so
@@ -177,21 +177,21 @@ class Roll:
         if self.rank not in agreed:
             raise RuntimeError(f"the others went on without rank {self.rank}, which did not answer: start it again")
         number = self.generation + 1
-        states = [int(self._store.get(f"{number}/ready/{one}")) for one in agreed]
+        states = [int(self.store.get(f"{number}/ready/{one}")) for one in agreed]
         self.generation = number
         return agreed, states
 
     def write_once(self, key: str, value: object) -> Any:
         """Write a value as JSON unless there is one already. Returns the one that is there."""
-        return json.loads(bytes(self._store.compare_set(key, "", json.dumps(value))))
+        return json.loads(bytes(self.store.compare_set(key, "", json.dumps(value))))
 
     def write(self, key: str, value: object) -> None:
         """Write a value as JSON."""
-        self._store.set(key, json.dumps(value))
+        self.store.set(key, json.dumps(value))
 
     def read(self, key: str) -> Any:
         """The value of a key, or None."""
-        return json.loads(bytes(self._store.get(key))) if self._store.check([key]) else None
+        return json.loads(bytes(self.store.get(key))) if self.store.check([key]) else None
 
     def wait_for(self, key: str) -> Any:
         """The value of a key, waiting for it. RuntimeError: it does not come in time."""
@@ -203,16 +203,8 @@ class Roll:
             time.sleep(min(max(waited / 50, 0.001), POLL_SECONDS))  # who writes the value may wait for this rank
         return value
 
-    def ask(self) -> int:
-        """Ask to join. Returns the number of the request, from 1."""
-        return int(self._store.add("joins", 1))
-
-    def group_store(self) -> dist.Store:
-        """Where the members of this generation connect."""
-        return dist.PrefixStore(f"{self.generation}/group", self._store)
-
     def _agree(self, members: tuple[int, ...], state: int) -> tuple[int, ...]:
-        number, store = self.generation + 1, self._store
+        number, store = self.generation + 1, self.store
         list_key = f"{number}/members"
         store.set(f"{number}/ready/{self.rank}", str(state))
         deadline = time.monotonic() + self.timeout
@@ -229,7 +221,7 @@ class Roll:
 
     def _left(self, number: int, members: tuple[int, ...], call: int, until: float) -> list[int]:
         """The members that are ready or answer the call; it returns at once when all do."""
-        store = self._store
+        store = self.store
 
         def is_left(one: int) -> bool:
             key = f"{number}/alive/{one}"

@@ -19,14 +19,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed.calls import is_distributed
-from ddpcore.distributed.guards import (
-    check_model,
-    check_optimizer,
-    group_of,
-    layouts_of,
-    shards_of,
-    undone_on_error,
-)
+from ddpcore.distributed.guards import check_model, check_optimizer, group_of, layouts_of, shards_of, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside

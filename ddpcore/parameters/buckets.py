@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.parameters.flat import LARGE, FlatParameters
-from ddpcore.parameters.hooks import (
-    exclude_from_compilation,
-    node_hooks,
-    num_hooks,
-    refuse_compiled_autograd,
-    weakly,
-)
+from ddpcore.parameters.hooks import exclude_from_compilation, node_hooks, num_hooks, refuse_compiled_autograd, weakly
 from ddpcore.parameters.shards import local
 
 PIECE = 2**19  # elements of all rows together that a CPU averages at a time: they stay in cache
