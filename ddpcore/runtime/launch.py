@@ -209,7 +209,11 @@ def _start(run_rank: Callable[..., None], world_size: int, on_failure: str, fork
             send.close()
             ranks.append(_Rank(process, receive))
 
-        with StopSignal(lambda: [rank.process.terminate() for rank in ranks]) as stop:
+        def terminate() -> None:
+            for rank in ranks:
+                rank.process.terminate()
+
+        with StopSignal(terminate) as stop:
             try:
                 _wait(ranks, on_failure)
             except RankFailed:  # after a signal ranks may end in any way
