@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import Any
 
 from ddpcore.bench.step_model import Compute, Step, Transfer, predict
-from ddpcore.distributed.phases import slow_ranks
+from ddpcore.distributed import phases
 from ddpcore.parameters.flat import MiB
 
 BUCKET_BYTES = 25 * MiB  # of the averaged gradients, as DistributedDataParallel has them
@@ -70,7 +70,7 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
 
 def waited_for(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[str]:
     """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.phases`."""
-    return [f"{str(one).capitalize()}." for one in slow_ranks(own, waiting)]
+    return [f"{str(one).capitalize()}." for one in phases.slow_ranks(own, waiting)]
 
 
 def slow_links(links: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
-from ddpcore.distributed.phases import PhaseClock, SlowRank, Spans, slow_ranks
+from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
@@ -41,7 +41,6 @@ class Distributed:
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
-        self.spans: Spans | None = None
         self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
 

@@ -32,7 +32,7 @@ from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.observer import Observer
-from ddpcore.distributed.phases import PhaseClock, Spans
+from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
@@ -69,8 +69,7 @@ class HookedDistributed(Distributed):
         self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
     ) -> None:
         super().__init__(model, learner.comm)
-        self.spans = self._span = Spans(learner.comm)
-        self.phases = PhaseClock(self.spans)
+        self.phases = self._span = PhaseClock(learner.comm)
         self.learner, self.strategy, self._state_sync = learner, strategy, state_sync
         optimizer = learner.optimizer
         self._weight_step = WeightStep(learner.flat)

@@ -22,24 +22,34 @@ _STARTS = ("before_forward", "bucket_ready")  # calls that may start a transfer 
 _WAITS = ("after_backward", "before_step")  # calls that wait for it
 
 
-class Spans:
-    """Ranges of the calls of a strategy. A range costs about a microsecond, so they are always measured.
+class PhaseClock:
+    """Counts a rank's seconds of forward passes, backward passes and waiting.
+
+    Args:
+        comm: of a strategy, whose calls are waiting; None: torch averages and waits at the end of the backward pass.
 
     Attributes:
-        seconds: host seconds in all ranges so far. Ranges that wait for other ranks include the wait.
-        overlapped: host seconds between a call that started a transfer to other processes and the call that waited for
-            it, without ``seconds``. So at most this much communication was hidden behind computation.
+        seconds: of waiting so far.
+        overlapped: seconds between a call that started a transfer to other processes and the call that waited for it,
+            without ``seconds``. So at most this much communication was hidden behind computation.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator | None = None) -> None:
         self.seconds = self.overlapped = 0.0
-        self._comm, self._has_others = comm, len(comm.learners) < comm.num_learners
+        self._comm, self._has_others = comm, comm is not None and len(comm.learners) < comm.num_learners
         self._names: list[str] = []  # of the ranges that are open, the outermost first
         self._began, self._sent = 0.0, 0  # bytes: they say whether a call started a transfer
         self._open: tuple[float, float] | None = None  # the end of the range that started a transfer, seconds so far
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now, except for the attributes."""
+        self._start, self._mark = time.perf_counter(), (-1.0, 0.0)  # time and waiting at the start of a pass
+        self.forward = self.backward = 0.0
+        self._before, self.num_steps = self.seconds, 0
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """The range ``ddpcore::name``. A range inside another one is counted once."""
+        """The range of a call, ``ddpcore::name`` in torch's profiler. A range inside another one is counted once."""
         self._names.append(name)
         return self._profiled(name) if torch.autograd._profiler_enabled() else self
 
@@ -49,10 +59,12 @@ class Spans:
             yield
 
     def __enter__(self) -> None:
+        assert self._comm is not None
         if len(self._names) == 1:
             self._began, self._sent = time.perf_counter(), self._comm.bytes_sent
 
     def __exit__(self, *error: object) -> None:
+        assert self._comm is not None
         name = self._names.pop()
         if self._names:
             return
@@ -65,25 +77,10 @@ class Spans:
         if self._open is None and self._has_others and name in _STARTS and self._comm.bytes_sent > self._sent:
             self._open = ended, self.seconds
 
-
-class PhaseClock:
-    """Counts the seconds of forward passes, backward passes and waiting of one rank since :meth:`restart`."""
-
-    def __init__(self, spans: Spans | None = None) -> None:
-        self._spans = spans  # their seconds are waiting; None: torch averages at the end of the backward pass
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now."""
-        self._start, self._mark = time.perf_counter(), (-1.0, 0.0)  # time and waiting at the start of a pass
-        self.forward = self.backward = self._hidden = 0.0
-        self._waited_before = 0.0 if self._spans is None else self._spans.seconds
-        self.num_steps = 0
-
     @property
     def waited(self) -> float:
-        """Seconds of waiting."""
-        return self._hidden if self._spans is None else self._spans.seconds - self._waited_before
+        """Seconds of waiting since the last restart."""
+        return self.seconds - self._before
 
     def row(self) -> list[float]:
         """Steps, and seconds of forward passes, backward passes, the rest and waiting."""
@@ -124,11 +121,11 @@ class PhaseClock:
     def _end_backward(self) -> None:
         """After the pass, and before the callbacks of DistributedDataParallel, which were queued later."""
         self.backward, self._ended = self.backward + self._end(), time.perf_counter()
-        if self._spans is None:
+        if self._comm is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_waiting)
 
     def _end_waiting(self) -> None:
-        self._hidden += time.perf_counter() - self._ended
+        self.seconds += time.perf_counter() - self._ended
         self.num_steps += self._is_last
 
 

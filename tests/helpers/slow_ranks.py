@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.distributed.phases import PhaseClock, Spans
+from ddpcore.distributed.phases import PhaseClock
 from helpers.ranks import join
 
 MAKERS: dict[str, Any] = {
@@ -66,7 +66,7 @@ def latest(method: Any) -> Any:
 def main() -> None:
     path, rank, _ = join()
     time.perf_counter = lambda: now[0]
-    Spans.__exit__ = latest(Spans.__exit__)  # type: ignore[method-assign]
+    PhaseClock.__exit__ = latest(PhaseClock.__exit__)  # type: ignore[method-assign]
     PhaseClock._end_waiting = latest(PhaseClock._end_waiting)  # type: ignore[method-assign]
     found: dict[Any, Any] = {}
     for name, make in MAKERS.items():

@@ -108,7 +108,7 @@ class Coordinator:
         try:
             if not why:
                 self.meet(known)
-        except (OSError, ImportError) as error:  # ImportError: no flags for this processor
+        except (OSError, ImportError) as error:  # ImportError: no compiled library
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
         reasons = [reason for reason in answers if reason]
