@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
@@ -34,7 +35,7 @@ from ddpcore.strategies.learner import Learner
 
 def distribute(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy | Baseline,
     *,
     group: dist.ProcessGroup | None = None,
@@ -99,9 +100,7 @@ def _settings(connection: Connection, **more: Any) -> dict[str, Any]:
     return {**{name: getattr(connection, name) for name in names}, **more}
 
 
-def _share_work(
-    optimizer: torch.optim.Optimizer, strategy: Strategy | Baseline, group: dist.ProcessGroup | None
-) -> None:
+def _share_work(optimizer: Optimizer, strategy: Strategy | Baseline, group: dist.ProcessGroup | None) -> None:
     """Let an optimizer with a ``process_group`` divide its work among ranks that have the same gradients and stay."""
     if strategy.traits.stays_identical and getattr(optimizer, "process_group", ()) is None:
         optimizer.process_group = default_group(group)  # type: ignore[attr-defined]
@@ -132,7 +131,7 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
 
 def _make_learner(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy,
     comm: Communicator,
     learners: int,
@@ -158,7 +157,7 @@ def _make_learner(
 
 def join(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy,
     store: dist.Store,
     *,
@@ -206,7 +205,7 @@ def join(
 
 def _baseline(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Baseline,
     group: dist.ProcessGroup | None,
     connection: Connection,
@@ -279,7 +278,7 @@ def _start_alike(learner: Learner) -> None:
             buffer.data = first.clone()
 
 
-def _add_learners(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Add the other learners' parameters to the groups of learner 0's, and copies of their states."""
     shared = ("step",) if isinstance(optimizer, FusedOptimizer) else ()  # one counter for a group
     trained = [
@@ -302,12 +301,7 @@ def _add_learners(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module])
 
 
 def _check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    policies: Policies,
-    scaler: torch.amp.GradScaler | None,
-    learners: int | None,
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, policies: Policies, scaler: object, learners: int | None
 ) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
