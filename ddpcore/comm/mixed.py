@@ -20,7 +20,8 @@ from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.ops import Mixture, WeightAverage
-from ddpcore.topology.base import RANDOM_STEPS, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
 
 
@@ -173,16 +174,7 @@ class _Edges(Topology):
 
 
 def count_edges(topology: Topology, hosts: Sequence[str]) -> tuple[int, int]:
-    """Edges inside hosts and between them, in a period of the topology (of a random one, in its first 32 steps).
-
-    An edge is a pair of learners of which one reads from the other.
-    """
-    period = topology.period(len(hosts))
-    edges = {
-        (min(rank, source), max(rank, source))
-        for step in range(RANDOM_STEPS if period is None else period)
-        for rank, turn in enumerate(topology.rounds(step, len(hosts)))
-        for source in turn.sources
-    }
+    """Edges inside hosts and between them. An edge is a pair of learners of which one reads from the other."""
+    edges = {(min(edge), max(edge)) for edge in edges_of(topology, len(hosts))}
     inside = sum(hosts[one] == hosts[other] for one, other in edges)
     return inside, len(edges) - inside
