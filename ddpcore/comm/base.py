@@ -318,36 +318,31 @@ class Communicator(ABC):
         """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
 
     @abstractmethod
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners.
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners, or over those of a group.
 
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
             rows: of the learners held here. They must not change before the work ends.
             step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
+            size: of each group, for which :meth:`form_groups` was called: learners 0 to size-1, size to 2 size-1, and
+                so on. A group waits for no learner of another one. None: all learners.
 
         Raises:
             ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
     def form_groups(self, size: int) -> None:
-        """Prepare :meth:`average_groups_` of a size that divides n, before training. Collective.
+        """Prepare averages in groups of a size that divides n, before training. Collective.
 
         Raises:
             ValueError: the connection has no such groups. Nothing has changed.
         """
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        """Like :meth:`average_`, but the mean is that of learners 0 to size-1, of size to 2 size-1, and so on.
-
-        A group waits for no learner of another one. :meth:`form_groups` must have been called with that size.
-        """
-        raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
-
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
-        """As :meth:`average_groups_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
+        """As :meth:`average_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
         raise NotImplementedError(f"{self.description}: gradients are averaged in the flat buffer")
 
     @abstractmethod

@@ -215,7 +215,9 @@ class ElasticCommunicator(Communicator):
         return _ElasticExchange(self, operation)
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        if size is not None:
+            self.form_groups(size)  # refuses
         check_has_average(rows)
         self.bytes_sent += (self.num_learners - 1) * rows.nbytes
         operation = self._begin(f"an average of {size_of(rows)}{at(step)}", rows[0], step)

@@ -148,25 +148,19 @@ class LinkedCommunicator(Communicator):
         return self._inner.gather(values)
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self._linked_average(self._inner.average_(rows, step), rows, range(self.num_learners))
-
-    @override
     def form_groups(self, size: int) -> None:
         self._inner.form_groups(size)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        first = self.learners[0] // size * size
-        return self._linked_average(self._inner.average_groups_(rows, size, step), rows, range(first, first + size))
-
-    def _linked_average(self, work: Work, rows: Tensor, learners: Sequence[int]) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        work, num = self._inner.average_(rows, step, size), size or self.num_learners
+        first = self.learners[0] // num * num
         self._count_bytes()
-        left = self._send(all_reduce_bytes(rows[0].nbytes, len(learners)))
+        left = self._send(all_reduce_bytes(rows[0].nbytes, num))
 
         def end() -> None:
             work.wait()
-            self.wait(left, learners, num_delays=2 * (len(learners) - 1))
+            self.wait(left, range(first, first + num), num_delays=2 * (num - 1))
 
         return Work(end)
 

@@ -94,10 +94,8 @@ class MixedCommunicator(ProcessGroupCommunicator):
             super().form_groups(size)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        if size in self._sizes_on_host:
-            return self._near.average_groups_(rows, size, step)
-        return super().average_groups_(rows, size, step)
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        return (self._near if size in self._sizes_on_host else super()).average_(rows, step, size)
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import count
 
@@ -125,10 +125,6 @@ class ProcessGroupCommunicator(Communicator):
             rows.copy_(first.expand_as(rows))
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self._average(rows, self.group, range(self.num_ranks), step)
-
-    @override
     def form_groups(self, size: int) -> None:
         """Connect the ranks of this rank's group, if it has several ranks and not all of them."""
         if size == self.num_learners or self.num_rows % size == 0:
@@ -159,34 +155,29 @@ class ProcessGroupCommunicator(Communicator):
         return ServedLiveWeights(group, weights_LP, self.timeout, rule or PairMean())
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        """Within a rank nothing is sent."""
-        if size == self.num_learners:
-            return self.average_(rows, step)
-        if self.num_rows % size:
-            return self._average(rows, *self._groups[size], step)
-        check_has_average(rows)
-        average_blocks_(rows, size)
-        return Work()
-
-    def _average(self, rows: Tensor, group: dist.ProcessGroup, ranks: Sequence[int], step: int | None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         """Sum over the ranks of a group and then divide, because gloo may lack the average.
 
         An all-reduce would round 16 bits at every hop. So one row of 16 bits is averaged by shares, and the sum of
         several rows is sent as fp32. Gathered rows are added in ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
-        num = len(ranks) * self.num_rows
+        num = size or self.num_learners
         if num == 1:
             return Work()
+        if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
+            average_blocks_(rows, num)
+            return Work()
+        everyone = self.group, range(self.num_ranks)
+        group, ranks = everyone if num == self.num_learners else self._groups[num]
         whose = "" if num == self.num_learners else f" in a group of {num}"
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
         if self._is_gloo and is_gathered(rows[0], num):
-            everyone = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
+            gathered = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             self.bytes_sent += average_bytes(rows[0], num)
             with call:
-                work = group.allgather([[_real(one) for one in everyone]], [_real(rows.contiguous())])
-            terms = everyone.flatten(0, 1)
+                work = group.allgather([[_real(one) for one in gathered]], [_real(rows.contiguous())])
+            terms = gathered.flatten(0, 1)
         else:
             # A single row is summed in place: its columns are contiguous.
             total = rows[0] if self.num_rows == 1 else sum_of(rows)

@@ -39,18 +39,14 @@ class VirtualCommunicator(Communicator):
         rows[1:].copy_(rows[0])
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self.average_groups_(rows, self.num_learners, step)
-
-    @override
     def form_groups(self, size: int) -> None:
         if self.membership is not None:
             super().form_groups(size)  # refuses
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         check_has_average(rows)
-        if size > 1:
+        if (size := size or self.num_learners) > 1:
             self.bytes_sent += average_bytes(rows[0], size)
             average_blocks_(rows, size)
         return Work()
@@ -172,7 +168,9 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         rows.copy_(rows[first : first + 1].clone().expand_as(rows))
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        if size is not None:
+            self.form_groups(size)  # refuses
         check_has_average(rows)
         self._begin(step)
         self.bytes_sent += (self.num_learners - 1) * rows[0].nbytes

@@ -40,7 +40,7 @@ class Rank(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         raise NotImplementedError
 
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         return Work()
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:

@@ -43,12 +43,9 @@ class Rank(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         raise NotImplementedError
 
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         self.bytes_sent += 1  # the time of an average does not depend on this count
         return Work()
-
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        return self.average_(rows, step)
 
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         plan = topology.round(step, self.learners[0], N)
@@ -130,10 +127,10 @@ def test_an_average_of_a_group_is_a_ring_of_its_learners(rank: int) -> None:
     """Two of the four: each sends 2 * 1 / 2 of the bytes, two delays long, and waits for no other learner."""
     comm, clock, inner = joined(rank)
     inner.others = {0: 50.0, 1: 60.0}
-    comm.average_groups_(rows(), 2).wait()
+    comm.average_(rows(), size=2).wait()
     assert clock.now() == pytest.approx(0.4 + 2 * 0.25)
     inner.others = {5 - rank: 50.0}
-    comm.average_groups_(rows(), 2).wait()
+    comm.average_(rows(), size=2).wait()
     assert clock.now() == pytest.approx(50.0 + 2 * 0.25)
 
 

@@ -102,7 +102,7 @@ def grouped(rank: int) -> tuple[list[float], int]:
     comm = ddpcore.comm.connect(dist.group.WORLD, torch.device("cpu"))
     comm.form_groups(2)
     rows = torch.full((1, 100), float(rank))
-    comm.average_groups_(rows, 2).wait()
+    comm.average_(rows, size=2).wait()
     return rows.unique().tolist(), comm.bytes_by_group
 
 

@@ -107,11 +107,6 @@ class SegmentCommunicator(Communicator):
                 piece.copy_(staged[self.ranks[0]])
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Learners are added in ascending order. ``wait`` or a thread computes an average in shared memory."""
-        return self._average(rows, self._averages, step)
-
-    @override
     def form_groups(self, size: int) -> None:
         first = self.rank // size * size
         ranks = range(first, first + size)
@@ -121,11 +116,10 @@ class SegmentCommunicator(Communicator):
         return Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        return self._average(rows, self._groups[size], step)
-
-    def _average(self, rows: Tensor, averages: Averages, step: int | None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        """Learners are added in ascending order. ``wait`` or a thread computes an average in shared memory."""
         check_has_average(rows)
+        averages = self._averages if size is None else self._groups[size]
         if len(averages.ranks) == 1:
             return Work()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
