@@ -95,7 +95,9 @@ class MixedCommunicator(ProcessGroupCommunicator):
 
     @override
     def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
-        return (self._near if size in self._sizes_on_host else super()).average_(rows, step, size)
+        if size in self._sizes_on_host:
+            return self._near.average_(rows, step, size)
+        return super().average_(rows, step, size)
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
