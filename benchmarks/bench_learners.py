@@ -30,7 +30,7 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.training.trainer import learner_losses
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {"dpsgd": lambda: DPSGD(Ring()), "local_sgd": LocalSGD, "ssgd": SSGD}
-WAYS: dict[str, Any] = {"default": None, "vmap": True, "in-turn": False, "measure": "measure"}
+WAYS = {"default": None, "vmap": True, "in-turn": False}
 PIXELS = {32: 64, 128: 64, 512: 64, 1024: 64, 2048: 784}  # inputs of an mlp, by the width of its two hidden layers
 ROWS = ["simplenet-256", "simplenet-1024", *(f"mlp{width}-{num}" for width in (32, 128, 512, 1024) for num in (4, 16))]
 ROWS.append("mlp2048-2")

@@ -208,7 +208,7 @@ def build_contender(
     config = resolved.train_config(strategy, options=own, batch_size=share)
     options: dict[str, Any] = {}
     if not is_baseline(strategy):
-        options = {"vectorize": "measure"} if resolved.is_virtual else {"learners": None}
+        options = {} if resolved.is_virtual else {"learners": None}
         options["buckets"] = bucket_options(bucket_mb)
     is_spread = not resolved.is_alone(strategy) and not resolved.is_virtual
     placement = LearnerPlacement.of(config, world if is_spread else World())

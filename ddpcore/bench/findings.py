@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import Any
 
 from ddpcore.bench.step_model import Compute, Step, Transfer, predict
-from ddpcore.distributed import slow
+from ddpcore.distributed import phases
 from ddpcore.parameters.flat import MiB
 
 BUCKET_BYTES = 25 * MiB  # of the averaged gradients, as DistributedDataParallel has them
@@ -69,8 +69,8 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
 
 
 def waited_for(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[str]:
-    """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.slow`."""
-    return [f"{str(one).capitalize()}." for one in slow.slow_ranks(own, waiting)]
+    """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.phases`."""
+    return [f"{str(one).capitalize()}." for one in phases.slow_ranks(own, waiting)]
 
 
 def slow_links(links: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -210,7 +210,7 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
         assert strategy.topology is not None
         if (size := strategy.traits.group) > 1:
             return exchange_columns(comm, flat.param_LP, strategy.topology, size, next(steps)).mixture()
-        return comm.exchange_in_place(flat.param_LP, strategy.topology, next(steps)).mixture()
+        return comm.exchange(flat.param_LP, strategy.topology, next(steps), in_place=True).mixture()
 
     parts: dict[str, list[Call]] = {kind: [] for kind in KINDS}
     if any(plan.averages_gradients for turn in plans for plan in turn):

@@ -24,15 +24,10 @@ from ddpcore.topology.rounds import Round
 
 
 class Job(NamedTuple):
-    """What a learner has done since it read its weights.
+    """What a learner has done since it read its weights."""
 
-    Attributes:
-        read: the weights that it read, ``[P]``.
-        model: those of its model, ``[P]``: ``read`` plus the step of the optimizer.
-    """
-
-    read: Tensor
-    model: Tensor
+    read: Tensor  # the weights that it read, ``[P]``
+    model: Tensor  # those of its model, ``[P]``: ``read`` plus the step of the optimizer
 
     def begin_next_(self, weights: Tensor) -> None:
         """Overwrite this job with the next one, which reads these weights."""
@@ -41,13 +36,9 @@ class Job(NamedTuple):
 
 
 class PairMean:
-    """What a meeting of two learners does to their rows: both take the mean. A strategy may move further copies.
+    """What a meeting of two learners does to their rows: both take the mean. A strategy may move further copies."""
 
-    Attributes:
-        num_copies: K.
-    """
-
-    num_copies = 1
+    num_copies = 1  # K
 
     def first_rows(self, weights_LP: Tensor) -> Tensor:
         """New rows ``[L, K, P]``, each copy equal to the weights."""
@@ -61,12 +52,9 @@ class PairMean:
 
     @torch.no_grad()
     def meet_(self, own: Tensor, peer: Tensor | None, job: Job) -> None:
-        """Average two rows that are here, add the step of the job to the own row, and begin the next job.
+        """Average this learner's row and one that is here, add the step of the job, and begin the next job.
 
-        Args:
-            own: this learner's row.
-            peer: the row of another learner; None: no mean.
-            job: of this learner.
+        Without a peer nothing is averaged.
         """
         size = chunk_of(job.model)
         for begin in range(0, len(job.model), size):
@@ -157,20 +145,15 @@ Decode = Callable[[int, Tensor], Tensor]
 """``decode(learner, row)`` turns the row ``[x]`` that a neighbour sent into its published weights ``[P]``."""
 
 
-class Work(ABC):
-    """A transfer in progress."""
+class Work:
+    """A transfer in progress, which ``end`` completes; without it, one that is complete."""
 
-    @abstractmethod
+    def __init__(self, end: Callable[[], None] = lambda: None) -> None:
+        self._end = end
+
     def wait(self) -> None:
         """Return when the result is in place. On CUDA: when later work of the current stream will read the result."""
-
-
-class Done(Work):
-    """A transfer that is complete."""
-
-    @override
-    def wait(self) -> None:
-        return
+        self._end()
 
 
 class Exchange(ABC):
@@ -284,7 +267,7 @@ class Communicator(ABC):
 
     def redrawn(self, topology: Topology) -> Topology:
         """The topology over the learners that are left: it changes only if learners may die or join."""
-        return topology
+        return topology if self.membership is None else self.membership.topology(topology)
 
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a learner in that joins, and return its id. Collective."""
@@ -295,12 +278,7 @@ class Communicator(ABC):
         raise NotImplementedError(f"{self.description}: no rank joins")
 
     def announce(self, facts: Sequence[Fact], first: int) -> None:
-        """Let ranks join from now on that train the same, if ranks may join.
-
-        Args:
-            facts: what all members train.
-            first: the number of learners that the run began with.
-        """
+        """Let ranks join from now on that train the same, if ranks may join; the run began with ``first`` learners."""
 
     def note_topology(self, topology: Topology) -> None:
         """Say in the description which edges of a topology go which way, if there are several ways."""
@@ -340,52 +318,45 @@ class Communicator(ABC):
         """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
 
     @abstractmethod
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners.
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners, or over those of a group.
 
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
             rows: of the learners held here. They must not change before the work ends.
             step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
+            size: of each group, for which :meth:`form_groups` was called: learners 0 to size-1, size to 2 size-1, and
+                so on. A group waits for no learner of another one. None: all learners.
 
         Raises:
             ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
     def form_groups(self, size: int) -> None:
-        """Prepare :meth:`average_groups_`, before training. Collective.
-
-        Args:
-            size: of each group, a divisor of n.
+        """Prepare averages in groups of a size that divides n, before training. Collective.
 
         Raises:
             ValueError: the connection has no such groups. Nothing has changed.
         """
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        """Like :meth:`average_`, but the mean is that of learners 0 to size-1, of size to 2 size-1, and so on.
-
-        A group waits for no learner of another one. :meth:`form_groups` must have been called with that size.
-        """
-        raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
-
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
-        """As :meth:`average_groups_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
+        """As :meth:`average_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
         raise NotImplementedError(f"{self.description}: gradients are averaged in the flat buffer")
 
     @abstractmethod
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used."""
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
+        """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used.
 
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        """Like :meth:`exchange`, but neighbours may read ``weights_LP`` itself, without a copy.
-
-        The average then writes to another buffer (``out``), which holds the weights from then on. Only one buffer of a
-        shape and dtype may be exchanged in place at a time.
+        Args:
+            weights_LP: of the learners held here.
+            topology: says who averages with whom.
+            step: of training.
+            in_place: neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
+                buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be
+                exchanged in place at a time.
         """
-        return self.exchange(weights_LP, topology, step)
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
         """Apply ``w <- W w`` and wait, without overlap with other work. The result has the bits of an exchange."""

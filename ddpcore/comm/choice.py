@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
@@ -91,8 +90,6 @@ def choose_transport(
         return Transport("pg", "one rank shares memory with no other")
     if num_hosts == world_size:
         return Transport("pg", f"{world_size} ranks on {num_hosts} hosts")
-    if sys.platform != "linux":
-        return Transport("pg", "shared memory needs Linux")
     if num_hosts > 1 and may_die:
         return Transport("pg", f"ranks on {num_hosts} hosts, which may die")
     if num_hosts > 1:

@@ -156,13 +156,7 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
 def find_run(store: dist.Store, device: torch.device, timeout: float) -> ElasticCommunicator:
     """The connection of a new rank to a run with ``on_failure="shrink"``, before :meth:`ElasticCommunicator.enter`.
 
-    Args:
-        store: that of the process group of the run.
-        device: the device of the model.
-        timeout: seconds to wait for the run.
-
-    Raises:
-        RuntimeError: there is no such run.
+    RuntimeError: the store, of the process group of the run, has no such run after ``timeout`` seconds.
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")

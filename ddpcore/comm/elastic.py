@@ -55,7 +55,7 @@ class ElasticCommunicator(Communicator):
             RuntimeError: the run does not answer.
         """
         roll = self._fabric.roll
-        number = roll.ask()
+        number = int(roll.store.add("joins", 1))  # of the request, from 1
         roll.write(f"request/{number}", {"facts": facts, "address": self._fabric.address})
         answer = roll.wait_for(f"answer/{number}")
         if "why" in answer:
@@ -91,10 +91,6 @@ class ElasticCommunicator(Communicator):
     def waited(self) -> Mapping[int, float]:
         return self._fabric.waited
 
-    @override
-    def redrawn(self, topology: Topology) -> Topology:
-        return self.membership.topology(topology)
-
     # ---- ranks that join ----
 
     @override
@@ -104,9 +100,7 @@ class ElasticCommunicator(Communicator):
 
     @override
     def admit(self, step: int) -> int | None:
-        """At the end of a step: let a rank in that has asked to join. All members call it. Returns the id of the rank.
-
-        Ranks come in the order in which they asked, one at a time. All members take the same decision: the first of
+        """Ranks come in the order in which they asked, one at a time. All members take the same decision: the first of
         them writes into the store after which operation a rank joins, before it begins that operation, so all others
         read it when the operation is over.
         """
@@ -128,27 +122,23 @@ class ElasticCommunicator(Communicator):
         """Answer a request to join, on all members alike. Returns the id of the rank, or None for a refusal."""
         roll, members = self._fabric.roll, self.membership.members
         self._num_requests = number
-        request = roll.read(f"request/{number}")
-        if why := self._why_not(request["facts"]):
+        request, why = roll.read(f"request/{number}"), ""
+        assert self._facts is not None
+        if self.num_operations != self.num_agreed:
+            why = "an exchange is in progress at the end of each step, as with staleness 1"
+        elif difference := first_difference(self._facts, [(name, value) for name, value in request["facts"]]):
+            what, here, there = difference
+            why = f"{what} is {there} here and {here} in the run"
+        if why:
             roll.write_once(f"answer/{number}", {"why": why})
             return None
         new = next(one for one in range(len(members) + 1) if one not in members)
         with_new = tuple(sorted((*members, new)))
-        answer = {"rank": new, "members": with_new, "operation": self.num_operations, "position": self._fabric.position}
-        roll.write_once(f"answer/{number}", answer)
+        places = {"operation": self.num_operations, "position": self._fabric.position()}
+        roll.write_once(f"answer/{number}", {"rank": new, "members": with_new, **places})
         self._fabric.admit(new, request["address"], with_new)
         self.membership.change(with_new, self.num_operations, step)
         return new
-
-    def _why_not(self, facts: list[list[str]]) -> str:
-        assert self._facts is not None
-        if self.num_operations != self.num_agreed:
-            return "an exchange is in progress at the end of each step, as with staleness 1"
-        difference = first_difference(self._facts, [(name, value) for name, value in facts])
-        if difference is None:
-            return ""
-        what, here, there = difference
-        return f"{what} is {there} here and {here} in the run"
 
     @override
     def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
@@ -212,7 +202,8 @@ class ElasticCommunicator(Communicator):
         rows = self._fabric.rows(operation, [one for one in members if one != self._fabric.rank])
         return [operation.row if one == self._fabric.rank else rows[one] for one in members]
 
-    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
+    @override
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         row, rank = weights_LP[0], self._fabric.rank
 
         def round_of(members: Members) -> Round:
@@ -224,19 +215,21 @@ class ElasticCommunicator(Communicator):
         return _ElasticExchange(self, operation)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=False)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=True)
-
-    @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        if size is not None:
+            self.form_groups(size)  # refuses
         check_has_average(rows)
         self.bytes_sent += (self.num_learners - 1) * rows.nbytes
         operation = self._begin(f"an average of {size_of(rows)}{at(step)}", rows[0], step)
-        return _ElasticAverage(self, operation, rows)
+
+        def end() -> None:
+            members = self._rows_of(operation)
+            for begin in range(0, rows.shape[1], CHUNK):
+                columns = [row[begin : begin + CHUNK] for row in members]
+                rows[0, begin : begin + CHUNK].copy_(sum_of(columns).div_(len(members)))
+            self._fabric.done(operation)
+
+        return Work(end)
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
@@ -257,19 +250,6 @@ class ElasticCommunicator(Communicator):
 
 def _bytes_of(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)
-
-
-class _ElasticAverage(Work):
-    def __init__(self, comm: ElasticCommunicator, operation: Operation, rows: Tensor) -> None:
-        self._comm, self._operation, self._row = comm, operation, rows[0]
-
-    @override
-    def wait(self) -> None:
-        members = self._comm._rows_of(self._operation)
-        for begin in range(0, len(self._row), CHUNK):
-            columns = [row[begin : begin + CHUNK] for row in members]
-            self._row[begin : begin + CHUNK].copy_(sum_of(columns).div_(len(members)))
-        self._comm._fabric.done(self._operation)
 
 
 class _ElasticExchange(Exchange):

@@ -18,7 +18,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -66,63 +66,40 @@ def last_run(store: dist.Store, timeout: float) -> dist.Store:
 
 @dataclass(kw_only=True)
 class Operation:
-    """One operation in progress.
+    """One operation in progress."""
 
-    Attributes:
-        number: counted from 0 since the start of the run.
-        what: the same text on all ranks.
-        step: of training, or None.
-        row: this rank's row ``[x]``. It does not change before the operation ends.
-        members: the members when it began.
-        round_of: whom this rank reads from and who reads from it, by ids, if these are the members.
-        in_place: whether readers read ``row`` itself.
-        place: what the fabric keeps.
-    """
-
-    number: int
-    what: str
-    step: int | None
-    row: Tensor
-    members: Members
-    round_of: Callable[[Members], Round]
-    in_place: bool = False
-    place: Any = None
+    number: int  # counted from 0 since the start of the run
+    what: str  # the same text on all ranks
+    step: int | None  # of training
+    row: Tensor  # ``[x]``, of this rank; it does not change before the operation ends
+    members: Members  # when it began
+    round_of: Callable[[Members], Round]  # whom this rank reads from, and who reads from it, if these are the members
+    in_place: bool = False  # whether readers read ``row`` itself
+    place: Any = None  # what the fabric keeps
 
     def __str__(self) -> str:
         return f"{self.what}, number {self.number}"
 
 
 class Fabric(ABC):
-    """Carries the rows of operations between ranks, and finds out which ranks are left.
+    """Carries the rows of operations between ranks, and finds out which ranks are left."""
 
-    Args:
-        roll: of the run.
-
-    Attributes:
-        rank: the id of this rank; -1 before it takes part.
-        members: ids of the ranks that it connects.
-        kind: ``shm``, or the backend of the process group.
-        description: the transport, as text for people.
-        address: plain values by which another rank finds this one.
-        waited: see :attr:`Communicator.waited`.
-    """
-
-    kind: str
-    description: str
-    address: Any = None
+    rank: int  # the id of this rank; -1 before it takes part
+    members: Members  # ids of the ranks that it connects
+    kind: str  # ``shm``, or the backend of the process group
+    description: str  # the transport, as text for people
+    address: Any = None  # plain values by which another rank finds this one
+    waited: Mapping[int, float]  # see :attr:`Communicator.waited`
 
     def __init__(self, roll: Roll) -> None:
-        self.roll, self.rank = roll, -1
-        self.members: Members = (-1,)
-        self.waited: Mapping[int, float] = {}
+        self.roll, self.rank, self.members, self.waited = roll, -1, (-1,), {}
         weakref.finalize(self, roll.close)
 
     def take(self, rank: int, members: Members) -> None:
         """Be this rank from now on, and connect these members, itself among them."""
         self.rank, self.members = rank, members
-        self.roll.enter(rank)
+        self.roll.rank = rank
 
-    @property
     @abstractmethod
     def position(self) -> int:
         """A number that a rank which joins now must know."""
@@ -165,10 +142,6 @@ class SharedMemoryFabric(Fabric):
 
     An area is written again when all members have begun an operation that comes after the reading. Weights that are
     exchanged in place lie in such an area, and the step writes the new weights into another one.
-
-    Args:
-        roll: of the run.
-        coordinator: of the ranks, or of this one alone if it joins later.
     """
 
     kind = "shm"
@@ -187,7 +160,6 @@ class SharedMemoryFabric(Fabric):
         self.description = f"shared memory of one host, {len(members)} ranks"
         self.roll.write(f"address/{rank}", self.address)
 
-    @property
     @override
     def position(self) -> int:
         return self._coordinator.num_operations
@@ -245,37 +217,32 @@ class SharedMemoryFabric(Fabric):
     def _free_area(self, num_bytes: int) -> Slot:
         """An area that no rank reads."""
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _LEAST_BYTES
+
+        def make(num: int) -> list[Slot]:  # in one piece, because ranks wait twice for each
+            views = self._coordinator.allocate(self._memory, num * size, self.members, may_die=True)
+            parts = {rank: view.split(size) for rank, view in views.items()}
+            return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
+
         return self._areas.take(
             size,
             self._coordinator.num_operations,
-            lambda num: self._new_areas(size, num),
+            make,
             lambda _, number: self._coordinator.await_passed(self.members, number, may_die=True),
         )
 
-    def _new_areas(self, size: int, num: int) -> list[Slot]:
-        """Allocate zeros on each rank, for all areas in one piece: in each piece ranks wait twice. Collective."""
-        views = self._coordinator.allocate(self._memory, num * size, self.members, may_die=True)
-        parts = {rank: view.split(size) for rank, view in views.items()}
-        return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
 
-
+@dataclass
 class _Flight:
-    """The messages of an operation, in one group.
+    """The messages of an operation, in one group."""
 
-    Attributes:
-        rows: that are received, by their rank.
-        works: of torch.
-        ended: that the wait has ended, with ``error`` or without.
-        is_waited: the wait has begun.
-        is_received: all rows are here.
-        is_done: all members have received their rows.
-    """
-
-    def __init__(self, group: _Group, rows: dict[int, Tensor]) -> None:
-        self.group, self.rows = group, rows
-        self.works: list[Any] = []
-        self.error, self.ended = "", threading.Event()
-        self.is_waited = self.is_received = self.is_done = False
+    group: _Group
+    rows: dict[int, Tensor]  # that are received, by their rank
+    works: list[Any] = field(default_factory=list)  # of torch
+    error: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)  # the wait has ended, with an error or without
+    is_waited: bool = False  # the wait has begun
+    is_received: bool = False  # all rows are here
+    is_done: bool = False  # all members have received their rows
 
 
 class _Group:
@@ -288,13 +255,12 @@ class _Group:
     def __init__(self, roll: Roll, backend: str, members: Members, rank: int, device: torch.device) -> None:
         self.members, self._device, self.error = members, device, ""
         self._is_nccl = backend == "nccl"
-        self._jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if len(members) == 1:
             return
+        store = dist.PrefixStore(f"{roll.generation}/group", roll.store)
         try:
-            self._group = own_group(
-                {device.type: backend}, roll.group_store(), members.index(rank), len(members), _CONNECT_SECONDS
-            )
+            self._group = own_group({device.type: backend}, store, members.index(rank), len(members), _CONNECT_SECONDS)
         except RuntimeError as error:
             self.error = _first_line(error)
             return
@@ -320,32 +286,31 @@ class _Group:
         group, device, num = self._group, self._device, len(self.members)
 
         def wait() -> None:
-            for work in flight.works:
-                work.wait()
-            flight.is_received = True
-            digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
-            own = torch.tensor([int.from_bytes(digest, "little")], device=device)
-            everyone = [torch.empty_like(own) for _ in range(num)]
-            group.allgather([everyone], [own]).wait()
-            if len(set(torch.cat(everyone).tolist())) > 1:
-                raise RuntimeError(
-                    f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
-                    "rank alone under torch.no_grad(), step() and evaluation_model() on all"
-                )
+            try:
+                for work in flight.works:
+                    work.wait()
+                flight.is_received = True
+                digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
+                own = torch.tensor([int.from_bytes(digest, "little")], device=device)
+                everyone = [torch.empty_like(own) for _ in range(num)]
+                group.allgather([everyone], [own]).wait()
+                if len(set(torch.cat(everyone).tolist())) > 1:
+                    flight.error = (
+                        f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
+                        "rank alone under torch.no_grad(), step() and evaluation_model() on all"
+                    )
+            except RuntimeError as error:
+                flight.error = _first_line(error)
+            flight.ended.set()
 
         flight.is_waited = True
-        self._jobs.put((flight, wait))
+        self._jobs.put(wait)
 
 
-def _wait_for_transfers(jobs: SimpleQueue[tuple[_Flight, Callable[[], None]] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        flight, wait = job
-        try:
-            wait()
-        except RuntimeError as error:
-            flight.error = _first_line(error)
-        flight.ended.set()
-        del flight, wait, job  # which would keep the group
+def _wait_for_transfers(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (wait := jobs.get()) is not None:
+        wait()
+        del wait  # which would keep the group
 
 
 def _first_line(error: Exception) -> str:
@@ -353,13 +318,7 @@ def _first_line(error: Exception) -> str:
 
 
 class ProcessGroupFabric(Fabric):
-    """Sends the rows of operations over gloo or NCCL.
-
-    Args:
-        roll: of the run.
-        backend: ``gloo`` or ``nccl``.
-        device: of the rows.
-    """
+    """Sends the rows of operations on a device over ``gloo`` or ``nccl``."""
 
     def __init__(self, roll: Roll, backend: str, device: torch.device) -> None:
         super().__init__(roll)
@@ -371,12 +330,8 @@ class ProcessGroupFabric(Fabric):
     def take(self, rank: int, members: Members) -> None:
         super().take(rank, members)
         self.roll.generation += 1
-        self._group = self._connect(members)
+        self._group = _Group(self.roll, self.kind, members, rank, self._device)
 
-    def _connect(self, members: Members) -> _Group:
-        return _Group(self.roll, self.kind, members, self.rank, self._device)
-
-    @property
     @override
     def position(self) -> int:
         return self.roll.generation
@@ -422,7 +377,7 @@ class ProcessGroupFabric(Fabric):
             if not flight.is_waited:
                 flight.group.start_wait(flight, operation)
             while not flight.ended.wait(_SLICE_SECONDS):
-                if self.roll.is_called:
+                if self.roll.is_called():
                     return False  # another rank saw a failure
             if _MISMATCH in flight.error:
                 raise RuntimeError(flight.error)
@@ -433,7 +388,7 @@ class ProcessGroupFabric(Fabric):
         """Go on to the next generation, and begin again what not all of its members have received."""
         last = operation.number if operation.place.is_received else self._received
         self.members, received = self.roll.next_generation(self._group.members, last)
-        self._group = self._connect(self.members)
+        self._group = _Group(self.roll, self.kind, self.members, self.rank, self._device)
         for number, flying in sorted(self._flying.items()):
             if number <= min(received):
                 flying.place.is_done = True

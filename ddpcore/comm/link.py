@@ -70,12 +70,7 @@ class Link:
 
 
 class LearnerClock:
-    """The clock of one learner: its computing time plus its waiting time, in seconds.
-
-    Args:
-        slow: factor of the computing time.
-        cpu: returns the CPU seconds of the thread. Time of other threads on the same core does not count.
-    """
+    """The clock of one learner: ``slow`` times the CPU seconds of its thread, plus the seconds of its waiting."""
 
     def __init__(self, slow: float = 1.0, cpu: Callable[[], float] = time.thread_time) -> None:
         self._slow, self._cpu, self._waited = slow, cpu, 0.0
@@ -131,10 +126,7 @@ class LinkedCommunicator(Communicator):
     def wait(self, left: float, sources: Sequence[int], num_delays: int) -> float:
         """Advance the clock until the messages of ``sources`` have arrived, and return that time. Collective.
 
-        Args:
-            left: when the last bit of this learner's message left.
-            sources: the learners whose messages are needed.
-            num_delays: delays that a message takes.
+        The last bit of this learner's message ``left`` at a time, and a message takes ``num_delays`` delays.
         """
         start = self.clock.now()
         left_n = self._inner.gather(torch.tensor([left], dtype=torch.float64, device="cpu")).tolist()
@@ -156,34 +148,26 @@ class LinkedCommunicator(Communicator):
         return self._inner.gather(values)
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self._linked_average(self._inner.average_(rows, step), rows, range(self.num_learners))
-
-    @override
     def form_groups(self, size: int) -> None:
         self._inner.form_groups(size)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        first = self.learners[0] // size * size
-        return self._linked_average(self._inner.average_groups_(rows, size, step), rows, range(first, first + size))
-
-    def _linked_average(self, work: Work, rows: Tensor, learners: Sequence[int]) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        work, num = self._inner.average_(rows, step, size), size or self.num_learners
+        first = self.learners[0] // num * num
         self._count_bytes()
-        left = self._send(all_reduce_bytes(rows[0].nbytes, len(learners)))
-        return _LinkedWork(self, work, left, learners)
+        left = self._send(all_reduce_bytes(rows[0].nbytes, num))
+
+        def end() -> None:
+            work.wait()
+            self.wait(left, range(first, first + num), num_delays=2 * (num - 1))
+
+        return Work(end)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._linked(self._inner.exchange(weights_LP, topology, step), topology, step)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._linked(self._inner.exchange_in_place(weights_LP, topology, step), topology, step)
-
-    def _linked(self, exchange: Exchange, topology: Topology, step: int) -> Exchange:
-        left = self._send(self._count_bytes())
-        return _LinkedExchange(self, exchange, left, self._sources(topology, step))
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
+        exchange = self._inner.exchange(weights_LP, topology, step, in_place=in_place)
+        return _LinkedExchange(self, exchange, self._send(self._count_bytes()), self._sources(topology, step))
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -203,16 +187,6 @@ class LinkedCommunicator(Communicator):
         """Return the time at which the last bit leaves, of a message that is ready now."""
         self._free_at = max(self.clock.now(), self._free_at) + 8 * num_bytes / self.link.bits_per_second
         return self._free_at
-
-
-class _LinkedWork(Work):
-    def __init__(self, comm: LinkedCommunicator, work: Work, left: float, learners: Sequence[int]) -> None:
-        self._comm, self._work, self._left, self._learners = comm, work, left, learners
-
-    @override
-    def wait(self) -> None:
-        self._work.wait()
-        self._comm.wait(self._left, self._learners, num_delays=2 * (len(self._learners) - 1))
 
 
 class _LinkedExchange(Exchange):

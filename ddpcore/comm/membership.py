@@ -60,7 +60,7 @@ class Change:
 
 @dataclass
 class Membership:
-    """The members of a run, and the topology over them. It is replaced as a whole, never in parts.
+    """The members of a run, and the topology over them.
 
     Attributes:
         members: ids, ascending. A learner's position among them is its number in a topology.
@@ -127,31 +127,22 @@ class Roll:
     Args:
         store: under a prefix that no other run uses.
         timeout: seconds that a living rank may let the others wait.
-
-    Attributes:
-        generation: the number of the list of members that holds now.
-        asked: how many ranks have asked to join so far, as far as this rank knows.
     """
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
-        self._store, self.timeout = store, timeout
-        self._rank = -1  # until it takes part
-        self.generation = 0
-        self.asked = 0
+        self.store, self.timeout = store, timeout
+        self.rank = -1  # the id of this rank, when it takes part
+        self.generation = 0  # the number of the list of members that holds now
+        self.asked = 0  # how many ranks have asked to join so far, as far as this rank knows
         self._opened = 0  # the last generation that a rank has opened, as far as this rank knows
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._answer, daemon=True, name="ddpcore-roll-call")
         self._thread.start()
 
-    def enter(self, rank: int) -> None:
-        """Take part from now on, with this id."""
-        self._rank = rank
-
     def close(self) -> None:
         """Answer no more. The others then see this rank as gone."""
         self._is_closed.set()
 
-    @property
     def is_called(self) -> bool:
         """Whether a rank has opened the next generation."""
         return self._opened > self.generation
@@ -161,10 +152,10 @@ class Roll:
         while not self._is_closed.wait(POLL_SECONDS):
             generation = self.generation + 1
             try:
-                self.asked = self._store.add("joins", 0)
-                call = self._store.add(f"{generation}/call", 0)
-                if call and self._rank >= 0 and (generation, call) != answered:
-                    self._store.set(f"{generation}/alive/{self._rank}", str(call))
+                self.asked = self.store.add("joins", 0)
+                call = self.store.add(f"{generation}/call", 0)
+                if call and self.rank >= 0 and (generation, call) != answered:
+                    self.store.set(f"{generation}/alive/{self.rank}", str(call))
                     answered = generation, call
                     self._opened = generation
             except RuntimeError:  # the store is gone: a wait of this rank says so
@@ -172,10 +163,6 @@ class Roll:
 
     def next_generation(self, members: tuple[int, ...], state: int) -> tuple[tuple[int, ...], list[int]]:
         """Open or join the next generation. Returns its members, on each of them the same, and the state of each.
-
-        Args:
-            members: of this generation.
-            state: a number that the others must know.
 
         Raises:
             RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
@@ -187,51 +174,39 @@ class Roll:
                 f"the store of the process group is gone ({str(error).partition(chr(10))[0]}): keep it outside of the "
                 "ranks, by torchrun's agent or a FileStore"
             ) from error
-        if self._rank not in agreed:
-            raise RuntimeError(f"the others went on without rank {self._rank}, which did not answer: start it again")
+        if self.rank not in agreed:
+            raise RuntimeError(f"the others went on without rank {self.rank}, which did not answer: start it again")
         number = self.generation + 1
-        states = [int(self._store.get(f"{number}/ready/{one}")) for one in agreed]
+        states = [int(self.store.get(f"{number}/ready/{one}")) for one in agreed]
         self.generation = number
         return agreed, states
 
     def write_once(self, key: str, value: object) -> Any:
         """Write a value as JSON unless there is one already. Returns the one that is there."""
-        return json.loads(bytes(self._store.compare_set(key, "", json.dumps(value))))
+        return json.loads(bytes(self.store.compare_set(key, "", json.dumps(value))))
 
     def write(self, key: str, value: object) -> None:
         """Write a value as JSON."""
-        self._store.set(key, json.dumps(value))
+        self.store.set(key, json.dumps(value))
 
     def read(self, key: str) -> Any:
         """The value of a key, or None."""
-        return json.loads(bytes(self._store.get(key))) if self._store.check([key]) else None
+        return json.loads(bytes(self.store.get(key))) if self.store.check([key]) else None
 
     def wait_for(self, key: str) -> Any:
-        """The value of a key, waiting for it. RuntimeError: it does not come in time.
-
-        It looks again after 1/50 of the time that it has waited so far, because the rank that writes the value may wait
-        for this one.
-        """
+        """The value of a key, waiting for it. RuntimeError: it does not come in time."""
         began = time.monotonic()
         while (value := self.read(key)) is None:
             waited = time.monotonic() - began
             if waited > self.timeout:
                 raise RuntimeError(f"no rank of the run answered within {self.timeout:g} s: is it still training?")
-            time.sleep(min(max(waited / 50, 0.001), POLL_SECONDS))
+            time.sleep(min(max(waited / 50, 0.001), POLL_SECONDS))  # who writes the value may wait for this rank
         return value
 
-    def ask(self) -> int:
-        """Ask to join. Returns the number of the request, from 1."""
-        return int(self._store.add("joins", 1))
-
-    def group_store(self) -> dist.Store:
-        """Where the members of this generation connect."""
-        return dist.PrefixStore(f"{self.generation}/group", self._store)
-
     def _agree(self, members: tuple[int, ...], state: int) -> tuple[int, ...]:
-        number, store = self.generation + 1, self._store
+        number, store = self.generation + 1, self.store
         list_key = f"{number}/members"
-        store.set(f"{number}/ready/{self._rank}", str(state))
+        store.set(f"{number}/ready/{self.rank}", str(state))
         deadline = time.monotonic() + self.timeout
         while not store.check([list_key]):
             call = store.add(f"{number}/call", 1)
@@ -239,26 +214,21 @@ class Roll:
             left = self._left(number, members, call, asked + ANSWER_SECONDS)
             waiting = [one for one in left if not store.check([f"{number}/ready/{one}"])]
             if not waiting:
-                return self._decided(store.compare_set(list_key, "", json.dumps(left)))
+                return tuple(self.write_once(list_key, left))
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {waiting} live and did not come within {self.timeout:g} s after a failure")
-        return self._decided(store.get(list_key))
+        return tuple(self.read(list_key))
 
     def _left(self, number: int, members: tuple[int, ...], call: int, until: float) -> list[int]:
         """The members that are ready or answer the call; it returns at once when all do."""
-        left: list[int] = []
+        store = self.store
+
+        def is_left(one: int) -> bool:
+            key = f"{number}/alive/{one}"
+            return store.check([f"{number}/ready/{one}"]) or (store.check([key]) and int(store.get(key)) >= call)
+
         while True:
-            left = [one for one in members if self._is_left(number, one, call)]
+            left = list(filter(is_left, members))
             if len(left) == len(members) or time.monotonic() > until:
                 return left
             time.sleep(POLL_SECONDS / 5)
-
-    def _is_left(self, number: int, one: int, call: int) -> bool:
-        key = f"{number}/alive/{one}"
-        return self._store.check([f"{number}/ready/{one}"]) or (
-            self._store.check([key]) and int(self._store.get(key)) >= call
-        )
-
-    @staticmethod
-    def _decided(value: Any) -> tuple[int, ...]:
-        return tuple(json.loads(bytes(value)))

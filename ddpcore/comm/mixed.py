@@ -6,7 +6,7 @@ average has the same bits as over either way alone, and as that of virtual learn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,15 +20,16 @@ from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.ops import Mixture, WeightAverage
-from ddpcore.topology.base import RANDOM_STEPS, Topology
+from ddpcore.topology.base import Topology
+from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
 
 
 class MixedCommunicator(ProcessGroupCommunicator):
     """Learner j is rank j of the group. Exchanges inside a host go by shared memory, those between hosts by the group.
 
-    So do averages of groups (:meth:`average_groups_`): by shared memory if each group is on one host. All else goes by
-    the process group: averages of all ranks, broadcasts, gatherings, and rows that change without waiting.
+    Averages of groups go by shared memory if each group is on one host. All else goes by the process group: averages of
+    all ranks, broadcasts, gatherings, and rows that change without waiting.
 
     Args:
         group: a process group; None is the default group, which must be initialised.
@@ -57,20 +58,18 @@ class MixedCommunicator(ProcessGroupCommunicator):
         self._near = SharedMemoryCommunicator(self.group, timeout, on_host)
         self._sizes_on_host: set[int] = set()  # of groups
         self._between = self.description
-        self.description = self._describe("", "")
+        self._describe("", "")
 
-    def _describe(self, near: str, far: str) -> str:
+    def _describe(self, near: str, far: str) -> None:
         num = len(set(self._hosts))
-        return (
+        self.description = (
             f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._between}, "
             f"between hosts{far} and for averages of all ranks"
         )
 
     @override
     def note_topology(self, topology: Topology) -> None:
-        """It says how many, see :func:`count_edges`."""
-        near, far = (f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts))
-        self.description = self._describe(near, far)
+        self._describe(*(f" ({num} edge{'' if num == 1 else 's'})" for num in count_edges(topology, self._hosts)))
 
     @property
     @override
@@ -95,25 +94,17 @@ class MixedCommunicator(ProcessGroupCommunicator):
             super().form_groups(size)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         if size in self._sizes_on_host:
-            return self._near.average_groups_(rows, size, step)
-        return super().average_groups_(rows, size, step)
+            return self._near.average_(rows, step, size)
+        return super().average_(rows, step, size)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(self._near.exchange, weights_LP, topology, step)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(self._near.exchange_in_place, weights_LP, topology, step)
-
-    def _exchange(
-        self, near: Callable[[Tensor, Topology, int], Exchange], weights_LP: Tensor, topology: Topology, step: int
-    ) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         with self.report_failures_to_host():
             from_far = super().exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
-        from_near = near(weights_LP, _Edges(topology, self._hosts, inside=True), step)
+        inside = _Edges(topology, self._hosts, inside=True)
+        from_near = self._near.exchange(weights_LP, inside, step, in_place=in_place)
         round_ = topology.round(step, self.rank, self.num_learners)
         return _MixedExchange(self, weights_LP, round_, from_near, from_far)
 
@@ -183,16 +174,7 @@ class _Edges(Topology):
 
 
 def count_edges(topology: Topology, hosts: Sequence[str]) -> tuple[int, int]:
-    """Edges inside hosts and between them, in a period of the topology (of a random one, in its first 32 steps).
-
-    An edge is a pair of learners of which one reads from the other.
-    """
-    period = topology.period(len(hosts))
-    edges = {
-        (min(rank, source), max(rank, source))
-        for step in range(RANDOM_STEPS if period is None else period)
-        for rank, turn in enumerate(topology.rounds(step, len(hosts)))
-        for source in turn.sources
-    }
+    """Edges inside hosts and between them. An edge is a pair of learners of which one reads from the other."""
+    edges = {(min(edge), max(edge)) for edge in edges_of(topology, len(hosts))}
     inside = sum(hosts[one] == hosts[other] for one, other in edges)
     return inside, len(edges) - inside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from itertools import count
 
@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
+from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import (
     TIMEOUT_SECONDS,
     Call,
@@ -36,44 +36,34 @@ from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
 
-class NarrowAverage(Work):
-    """Starts the first half. :meth:`wait` does the second, so all ranks must wait for their averages in one order.
+def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Work:
+    """Average a row ``[P]`` of 16 bits. The wait does the second half, so all ranks must wait in one order."""
+    num, numel, width = group.size(), row.numel(), row.itemsize
+    share = -(-numel // num)
+    sizes = [min(share, max(0, numel - rank * share)) for rank in range(num)]
+    own = sizes[group.rank()]
+    received, sent = row.new_empty(num * own), row.contiguous()
+    given = [size * width for size in sizes]
+    with call:
+        work = group.alltoall_base(_bytes(received), _bytes(sent), [own * width] * num, given)
 
-    Args:
-        row: ``[P]``, bfloat16 or float16, of this rank; overwritten by :meth:`wait`.
-        group: of n ranks, each of which has one row.
-        call: names the operation in errors.
-    """
-
-    def __init__(self, row: Tensor, group: dist.ProcessGroup, call: Call) -> None:
-        self._row, self._group, self._call = row, group, call
-        self._num, numel = group.size(), row.numel()
-        self._share = -(-numel // self._num)
-        sizes = [min(self._share, max(0, numel - rank * self._share)) for rank in range(self._num)]
-        self._own = sizes[group.rank()]
-        self._received = row.new_empty(self._num * self._own)
-        sent, width = row.contiguous(), row.itemsize
+    def end() -> None:
+        nonlocal sent
+        call.wait(work)
+        del sent  # it was needed until it has arrived
+        mean = row.new_empty(share)  # the last share may be shorter, and the gathering takes equal ones
+        mean[:own] = sum_of(received.view(num, own)).div_(num)
+        everyone = row.new_empty(num * share)
         with call:
-            self._work = group.alltoall_base(
-                _bytes(self._received), _bytes(sent), [self._own * width] * self._num, [size * width for size in sizes]
-            )
-        self._sent = sent  # until it has arrived
+            gathering = group._allgather_base(_bytes(everyone), _bytes(mean))
+        call.wait(gathering)
+        row.copy_(everyone[:numel])
 
-    @override
-    def wait(self) -> None:
-        self._call.wait(self._work)
-        del self._sent
-        mean = self._row.new_empty(self._share)  # the last share may be shorter, and the gathering takes equal ones
-        mean[: self._own] = sum_of(self._received.view(self._num, self._own)).div_(self._num)
-        everyone = self._row.new_empty(self._num * self._share)
-        with self._call:
-            work = self._group._allgather_base(_bytes(everyone), _bytes(mean))
-        self._call.wait(work)
-        self._row.copy_(everyone[: self._row.numel()])
+    return Work(end)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: backends move bytes of every dtype."""
+    """The same memory: backends lack dtypes, such as int16, and move bytes of all."""
     return tensor.view(torch.uint8)
 
 
@@ -87,8 +77,6 @@ _numbers = count()
 
 class ProcessGroupCommunicator(Communicator):
     """Connects the ranks of a process group. Rank r holds learners r L to (r + 1) L - 1.
-
-    A row is sent once to each rank that needs it.
 
     Args:
         group: a process group; None is the default group, which must be initialised.
@@ -132,23 +120,13 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         first = rows[0].contiguous()
         with self._call(f"the broadcast of {size_of(first)}"):
-            dist.broadcast(
-                first.view(torch.uint8), group=self.group, group_src=0
-            )  # backends lack dtypes, such as int16
+            dist.broadcast(_bytes(first), group=self.group, group_src=0)
         if self.num_rows > 1 or first.data_ptr() != rows.data_ptr():
             rows.copy_(first.expand_as(rows))
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self._average(rows, self.group, range(self.num_ranks), step)
-
-    @override
     def form_groups(self, size: int) -> None:
-        """Connect the ranks of this rank's group, if it has several ranks and not all of them.
-
-        Raises:
-            ValueError: the backend is neither gloo nor nccl.
-        """
+        """Connect the ranks of this rank's group, if it has several ranks and not all of them."""
         if size == self.num_learners or self.num_rows % size == 0:
             return
         num = size // self.num_rows
@@ -159,10 +137,7 @@ class ProcessGroupCommunicator(Communicator):
         self._groups[size] = self._own_group(ranks, backends, f"the set-up of groups of {size}"), ranks
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
-        """A new group of these ranks, of which this is one. Collective over all ranks, each of which is in one group.
-
-        ValueError: another backend than gloo and nccl.
-        """
+        """A new group of these ranks, of which this is one. Collective over all ranks, each of which is in one."""
         token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
         store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", own_client(c10d._get_process_group_store(self.group)))
         with self._call(what, ranks):
@@ -180,45 +155,50 @@ class ProcessGroupCommunicator(Communicator):
         return ServedLiveWeights(group, weights_LP, self.timeout, rule or PairMean())
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        """Within a rank nothing is sent."""
-        if size == self.num_learners:
-            return self.average_(rows, step)
-        if self.num_rows % size:
-            return self._average(rows, *self._groups[size], step)
-        check_has_average(rows)
-        average_blocks_(rows, size)
-        return Done()
-
-    def _average(self, rows: Tensor, group: dist.ProcessGroup, ranks: Sequence[int], step: int | None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         """Sum over the ranks of a group and then divide, because gloo may lack the average.
 
         An all-reduce would round 16 bits at every hop. So one row of 16 bits is averaged by shares, and the sum of
         several rows is sent as fp32. Gathered rows are added in ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
-        num = len(ranks) * self.num_rows
+        num = size or self.num_learners
         if num == 1:
-            return Done()
+            return Work()
+        if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
+            average_blocks_(rows, num)
+            return Work()
+        everyone = self.group, range(self.num_ranks)
+        group, ranks = everyone if num == self.num_learners else self._groups[num]
         whose = "" if num == self.num_learners else f" in a group of {num}"
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
         if self._is_gloo and is_gathered(rows[0], num):
-            everyone = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
+            gathered = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             self.bytes_sent += average_bytes(rows[0], num)
             with call:
-                work = group.allgather([[_real(one) for one in everyone]], [_real(rows.contiguous())])
-            return _Average(work, call, rows, everyone.flatten(0, 1), num)
-        # A single row is summed in place: its columns are contiguous.
-        total = rows[0] if self.num_rows == 1 else sum_of(rows)
-        self.bytes_sent += all_reduce_bytes(total.nbytes, num)
-        if is_narrow(total.dtype):
-            return NarrowAverage(total, group, call)
-        with call:
-            work = group.allreduce([_real(total)])
-        return _Average(work, call, rows, total[None], num)
+                work = group.allgather([[_real(one) for one in gathered]], [_real(rows.contiguous())])
+            terms = gathered.flatten(0, 1)
+        else:
+            # A single row is summed in place: its columns are contiguous.
+            total = rows[0] if self.num_rows == 1 else sum_of(rows)
+            self.bytes_sent += all_reduce_bytes(total.nbytes, num)
+            if is_narrow(total.dtype):
+                return _average_by_shares(total, group, call)
+            with call:
+                work = group.allreduce([_real(total)])
+            terms = total[None]
+
+        def end() -> None:
+            call.wait(work)
+            total = terms[0] if len(terms) == 1 else sum_of(terms)  # one term is the sum already
+            mean = total.div_(num)
+            if mean.data_ptr() != rows.data_ptr():
+                rows.copy_(mean)
+
+        return Work(end)
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         """Send from ``weights_LP`` without a copy, and receive into one buffer for each neighbour, which is kept."""
         rounds = {learner: topology.round(step, learner, self.num_learners) for learner in self.learners}
         slot = next(number for number in count() if number not in self._busy)
@@ -270,19 +250,6 @@ class ProcessGroupCommunicator(Communicator):
 def _real(numbers: Tensor) -> Tensor:
     """The same memory, with a complex number as two real ones: backends add no others."""
     return torch.view_as_real(numbers) if numbers.is_complex() else numbers
-
-
-class _Average(Work):
-    def __init__(self, work: dist.Work, call: Call, rows: Tensor, terms: Tensor, num_learners: int) -> None:
-        self._work, self._call, self._rows, self._terms, self._num_learners = work, call, rows, terms, num_learners
-
-    @override
-    def wait(self) -> None:
-        self._call.wait(self._work)
-        total = self._terms[0] if len(self._terms) == 1 else sum_of(self._terms)  # one term is the sum already
-        mean = total.div_(self._num_learners)
-        if mean.data_ptr() != self._rows.data_ptr():
-            self._rows.copy_(mean)
 
 
 class _RankExchange(Exchange):

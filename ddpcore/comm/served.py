@@ -120,27 +120,19 @@ class _LeftError(RuntimeError):
 
 
 class _Row:
-    """The row of this rank, which the program and the thread lock in turn, and messages about it.
-
-    Attributes:
-        group: of all ranks.
-        row: ``[K, P]``, on the CPU.
-        timeout: of a message in a meeting.
-        rule: what a meeting does to the row.
-        gone: ranks that ask for nothing any more: they have left, or know that this one leaves.
-    """
+    """The row ``[K, P]`` of this rank, which the program and the thread lock in turn, and messages about it."""
 
     def __init__(self, group: dist.ProcessGroup, row: Tensor, timeout: timedelta, rule: PairMean) -> None:
         self.group, self.row, self.timeout, self.rule = group, row, timeout, rule
         self.rank, self.others = group.rank(), set(range(group.size())) - {group.rank()}
-        self.gone: set[int] = set()
+        self.gone: set[int] = set()  # ranks that ask for nothing any more: they have left, or know that this one leaves
         self._lock = threading.Lock()
         # Orders what this rank sends to the thread of another one: after a reply it sends no request. The garbage
         # collector may call leave() while this thread holds it, so it is reentrant.
         self._order = threading.RLock()
         self._failure: str | None = None  # why nobody may use the row
         self._told: set[int] = set()  # ranks that know, or will know, that this one leaves
-        self._sent: list[tuple[Tensor, dist.Work]] = []  # to threads; freed, a message would not arrive
+        self.sent: list[tuple[Tensor, dist.Work]] = []  # to threads; freed, a message would not arrive
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -170,18 +162,16 @@ class _Row:
             raise RuntimeError(f"{what} failed on rank {self.rank}: {why}: {_ADVICE} ({first})") from error
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Send to a rank, and wait until the message has left."""
         with self.naming(f"an average with rank {rank}", "it"):
             self.group.send([tensor], rank, tag).wait(self.timeout)
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Overwrite the tensor with the next message of a rank."""
         with self.naming(f"an average with rank {rank}", "it"):
             self.group.recv([tensor], rank, tag).wait(self.timeout)
 
     def ask(self, peer: int) -> None:
         """Ask the thread of a peer for a meeting."""
-        message = torch.full((1,), _MEETS, dtype=torch.int64, device="cpu")
+        message = _word(_MEETS)
         what = f"an average with rank {peer}"
         with self.naming(what, "it"), self._order:
             if peer in self.gone:
@@ -205,25 +195,19 @@ class _Row:
                 self._tell(peer, _REPLIES)
 
     def _tell(self, peer: int, what: int) -> None:
-        message = torch.full((1,), what, dtype=torch.int64, device="cpu")
+        message = _word(what)
         with suppress(RuntimeError):  # a peer that has died needs no word
-            self._sent.append((message, self.group.send([message], peer, _TO_THREAD)))
+            self.sent.append((message, self.group.send([message], peer, _TO_THREAD)))
 
-    def flush(self) -> None:
-        """Wait until what was told has left."""
-        for _, work in self._sent:
-            with suppress(RuntimeError):
-                work.wait(self.timeout)
+
+def _word(what: int) -> Tensor:
+    return torch.full((1,), what, dtype=torch.int64, device="cpu")
 
 
 @torch.no_grad()
 def _serve(shared: _Row) -> None:
-    """Answer the others until nobody asks any more, or until an error.
-
-    An average that fails makes the row unusable, and the program sees that error when it uses the row. A rank that asks
-    after it is told that this one has left.
-    """
-    word = torch.empty(1, dtype=torch.int64, device="cpu")
+    """Answer the others until nobody asks any more, or until an error, which the program sees when it uses the row."""
+    word = _word(0)
     received = torch.empty_like(shared.row[0])
     try:
         while shared.gone != shared.others:
@@ -245,16 +229,15 @@ def _serve(shared: _Row) -> None:
                     shared.send(shared.row[0], peer, _ANSWERS)
                     shared.receive(received, peer, _ASKS)
                     shared.rule.apply_mean_(shared.row, received)
-        shared.flush()
+        for _, work in shared.sent:  # wait until what was told has left
+            with suppress(RuntimeError):
+                work.wait(shared.timeout)
     except RuntimeError:  # closed connections too
         shared.leave()
 
 
 def _leave(shared: _Row, thread: threading.Thread, pid: int) -> None:
-    """Tell all others that this rank asks for no further meeting, and wait for the end of the thread.
-
-    A thread that wakes up while the interpreter ends would abort the process.
-    """
+    """Tell all others, and wait for the thread: one that wakes up while the interpreter ends aborts the process."""
     if os.getpid() != pid:
         return  # a forked process has the connections of its parent, and no thread
     shared.leave()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, Work
+from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
 from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, average_rows_, sum_of
@@ -39,21 +39,17 @@ class VirtualCommunicator(Communicator):
         rows[1:].copy_(rows[0])
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return self.average_groups_(rows, self.num_learners, step)
-
-    @override
     def form_groups(self, size: int) -> None:
         if self.membership is not None:
             super().form_groups(size)  # refuses
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
         check_has_average(rows)
-        if size > 1:
+        if (size := size or self.num_learners) > 1:
             self.bytes_sent += average_bytes(rows[0], size)
             average_blocks_(rows, size)
-        return Done()
+        return Work()
 
     @override
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
@@ -63,7 +59,7 @@ class VirtualCommunicator(Communicator):
                 average_rows_(rows[first : first + size])
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         sent = len(topology.round(step, 0, self.num_learners).destinations)
         self.bytes_sent += sent * weights_LP.shape[1] * weights_LP.element_size()
         rows = self._rows_of(topology, step, weights_LP.device)
@@ -119,9 +115,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
 
     Row j belongs to the learner with id j. A row of no member stays in the buffer: averages are written to it too, and
     nothing reads it.
-
-    Args:
-        num_rows: L.
     """
 
     membership: Membership
@@ -142,14 +135,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._script.append(change)
         self._script.sort(key=lambda change: change.operation)
 
-    @property
-    def _rows(self) -> list[int]:
-        return list(self.membership.members)
-
-    @override
-    def redrawn(self, topology: Topology) -> Topology:
-        return self.membership.topology(topology)
-
     def _begin(self, step: int | None) -> None:
         """Begin an operation: apply the changes that are due."""
         while self._script and self._script[0].operation <= self.num_operations:
@@ -163,7 +148,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
 
     @override
     def admit(self, step: int) -> int | None:
-        """At the end of a step: let a learner join if the script says so. Returns its id."""
         if not self._script or not self._script[0].joined or self._script[0].operation > self.num_operations:
             return None
         (new,) = self._script.pop(0).joined
@@ -180,21 +164,23 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
     @override
     def broadcast_(self, rows: Tensor) -> None:
         self._begin(None)
-        first = self._rows[0]
+        first = self.membership.members[0]
         rows.copy_(rows[first : first + 1].clone().expand_as(rows))
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        if size is not None:
+            self.form_groups(size)  # refuses
         check_has_average(rows)
         self._begin(step)
         self.bytes_sent += (self.num_learners - 1) * rows[0].nbytes
         for columns in rows.split(COLUMNS, dim=1):
-            living = [columns[row] for row in self._rows]
+            living = [columns[row] for row in self.membership.members]
             columns.copy_(sum_of(living).div_(self.num_learners))
-        return Done()
+        return Work()
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         self._begin(step)
         membership, members = self.membership, self.membership.members
         rounds = [membership.round(topology, step, row, members) for row in range(self._num_rows)]
@@ -205,4 +191,4 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
     @override
     def gather(self, values: Tensor) -> Tensor:
         self._begin(None)
-        return values[self._rows]
+        return values[list(self.membership.members)]

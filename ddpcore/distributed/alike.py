@@ -22,21 +22,18 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     """Compare the learners of a strategy that keeps them identical, such as ``SSGD``. Collective in some steps.
 
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
-    state of its optimizer, or other options. Ranks compare in steps that all of them know, because a change on one
-    rank tells the others nothing. It takes one small ``gather`` after the average of gradients.
-
-    Args:
-        columns: of the weights that are compared.
-        is_apart: whether weights may differ, because a step had no average.
+    state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
     Raises:
-        RuntimeError: an option of a group differs, or the weights do. Nothing was stepped.
+        RuntimeError: an option of a group differs, or these columns of the weights do, unless weights may be apart,
+            because a step had no average. Nothing was stepped.
     """
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
         return
     options = _options(learner.optimizer)
-    sums = _sums_of_bits(flat.param_LP, columns)
+    bits = bits_of(flat.param_LP, columns).to(torch.float64)
+    sums = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.float64, device=bits.device)).sum(dim=1)
     membership = learner.comm.membership
     has_joined = membership is not None and any(change.joined for change in membership.changes)
     apart = float(is_apart or has_joined)  # a learner that joins has a momentum of its own
@@ -81,11 +78,7 @@ def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
 def check_divided(learner: Learner) -> None:
     """Compare the gradients of ranks among which an optimizer divides its work, as Muon does. Collective.
 
-    Each rank then takes directions that another one has computed from its own gradients, and waits for them without
-    the timeout of the connection.
-
-    Raises:
-        RuntimeError: a gradient differs, or a rank does not step. Nothing was stepped.
+    RuntimeError: a gradient differs, or a rank does not step, for which others would wait without a timeout.
     """
     flat, name = learner.flat, type(learner.optimizer).__name__
     if learner.comm.num_learners == 1 or is_capturing(flat.param_LP):
@@ -145,9 +138,3 @@ def sampled_columns(flat: FlatParameters) -> Tensor:
 def bits_of(weights_LP: Tensor, columns: Tensor) -> Tensor:
     """``[L, bytes]``: the bits of some weights."""
     return weights_LP.detach().index_select(1, columns).view(torch.uint8)
-
-
-def _sums_of_bits(weights_LP: Tensor, columns: Tensor) -> Tensor:
-    """``[L]``: sums of the bytes of some weights, each times its place."""
-    parts = bits_of(weights_LP, columns).to(torch.float64)
-    return (parts * torch.arange(1, 1 + parts.shape[1], dtype=torch.float64, device=parts.device)).sum(dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,10 +21,8 @@ BATCH_NORM = ("average", "local", "recalibrate")
 def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     """Return a copy of the model with averaged weights, without changing any learner's model. Collective.
 
-    Args:
-        learner: its flat weights, its models and its connection.
-        batch_norm: ``local`` keeps the floating-point and complex buffers of the (first) learner held here. Other
-            values average them.
+    Frozen parameters are averaged where learners differ, as a teacher that follows its student. With ``local``
+    floating-point and complex buffers are those of the (first) learner held here, else their average.
     """
     flat, model = learner.flat, learner.models[0]
     views = flat.views_of(learner.average_of(learner.weights())[:1])
@@ -33,7 +32,14 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
         if id(parameter) in averages:
             copied.grad = None
             copied.data = averages[id(parameter)].clone()
-    _average_frozen(result, learner)
+    columns = [
+        (copied, own)
+        for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
+        if id(own[0]) not in flat.index and has_average(own[0]) and own[0].numel()
+    ]
+    for (copied, own), is_apart in zip(columns, _apart([own for _, own in columns], learner.comm), strict=True):
+        if is_apart:
+            copied.data = _mean_of(own, learner.comm)
     if batch_norm != "local":
         average_buffers(list(result.buffers()), learner.models, learner.comm)
     return result
@@ -59,7 +65,7 @@ class AveragedShards(nn.Module):
         places = dict(zip(map(id, flat.parameters), flat.views_of(self._average_LP), strict=True))
         self._frozen: list[tuple[Any, Tensor]] = []  # where learners differ
         frozen = [one for one in model.parameters() if id(one) not in places and has_average(one)]
-        for parameter in _apart(frozen, learner.comm):
+        for parameter in compress(frozen, _apart([[one] for one in frozen], learner.comm)):
             row = flat.shards.padded(parameter)
             learner.comm.average_(row[None]).wait()
             places[id(parameter)] = row[: local(parameter).numel()].view(local(parameter).shape)
@@ -112,34 +118,20 @@ class AveragedShards(nn.Module):
         }
 
 
-def _apart(parameters: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
-    """Those of one learner's parameters that are not equal on all learners. Collective."""
-    if not parameters:
+def _apart(tensors: Sequence[Sequence[Tensor]], comm: Communicator) -> list[bool]:
+    """Which tensors, each given for every learner held here, differ between learners: by sums of bits. Collective."""
+    if not tensors:
         return []
-    everyone = comm.gather(torch.stack([_sum_of_bits(local(one)) for one in parameters])[None])
-    is_apart = (everyone != everyone[0]).any(dim=0).tolist()
-    return [one for one, apart in zip(parameters, is_apart, strict=True) if apart]
+    sums = [torch.stack([_sum_of_bits(local(one)) for one in own]) for own in tensors]
+    everyone = comm.gather(torch.stack(sums, dim=1))
+    return list(map(bool, (everyone != everyone[0]).any(dim=0).tolist()))
 
 
-def _average_frozen(result: nn.Module, learner: Learner) -> None:
-    """Overwrite untrained parameters of a copy with their mean over all learners, where learners differ. Collective.
-
-    A teacher that follows its student is such a parameter. Sums of bits find them, so that equal ones are not sent.
-    """
-    columns = [
-        (copied, own)
-        for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
-        if id(own[0]) not in learner.flat.index and has_average(own[0]) and own[0].numel()
-    ]
-    if not columns:
-        return
-    sums = [torch.stack([_sum_of_bits(one) for one in own]) for _, own in columns]
-    everyone = learner.comm.gather(torch.stack(sums, dim=1))
-    for (copied, own), column in zip(columns, everyone.unbind(dim=1), strict=True):
-        if bool((column != column[0]).any()):
-            rows = torch.stack([one.reshape(-1) for one in own])
-            learner.comm.average_(rows).wait()
-            copied.data = rows[0].view(copied.shape)
+def _mean_of(own: Sequence[Tensor], comm: Communicator) -> Tensor:
+    """The mean over all learners of a tensor that is given for every learner held here. Collective."""
+    rows = torch.stack([one.reshape(-1) for one in own])
+    comm.average_(rows).wait()
+    return rows[0].view(own[0].shape)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -153,9 +145,7 @@ def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], comm:
     """Overwrite copies of floating-point and complex buffers with their mean over all learners' models. Collective."""
     for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
         if has_average(buffer):
-            rows = torch.stack([one.reshape(-1) for one in own])
-            comm.average_(rows).wait()
-            buffer.data = rows[0].view(buffer.shape)
+            buffer.data = _mean_of(own, comm)
 
 
 def has_average(buffer: Tensor) -> bool:
@@ -203,7 +193,17 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
         for module, training in modes.items():
             module.training = training
     for norm in norms:
-        _set_statistics(norm, seen.get(norm), comm)
+        assert norm.running_mean is not None and norm.running_var is not None
+        moments = seen.get(norm)
+        if moments is None:  # no batch of this rank reached the layer
+            moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
+        if comm is not None:
+            rows = len(comm.learners)  # equal for all learners of a rank
+            moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])
+        num, mean, squares = moments.split([1, norm.num_features, norm.num_features])
+        if num > 0:
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(squares / (num - 1).clamp(min=1))
 
 
 def _moments(inputs: Tensor) -> Tensor:
@@ -222,22 +222,3 @@ def _of_union(parts: Tensor) -> Tensor:
     num = nums.sum(dim=0)
     mean = (nums * means).sum(dim=0) / num.clamp(min=1)
     return torch.cat([num, mean, (squares + nums * (means - mean).square()).sum(dim=0)])
-
-
-def _set_statistics(norm: _BatchNorm, moments: Tensor | None, comm: Communicator | None) -> None:
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    if moments is None:  # no batch of this rank reached the layer
-        moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
-    if comm is not None:
-        rows = len(comm.learners)  # equal for all learners of a rank
-        moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])
-    num, mean, squares = moments.split([1, norm.num_features, norm.num_features])
-    if num > 0:
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(squares / (num - 1).clamp(min=1))
-
-
-def rows_of(buffer: Tensor, comm: Communicator) -> Tensor:
-    """``[L, n]``: the elements of a buffer, as one row for each learner of this rank. The rows are equal."""
-    return buffer.contiguous().view(1, -1).repeat(len(comm.learners), 1)

@@ -7,45 +7,41 @@ import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
-from ddpcore.distributed.averaging import rows_of
 from ddpcore.distributed.calls import is_distributed
-from ddpcore.distributed.guards import check_model, check_optimizer, undone_on_error
+from ddpcore.distributed.guards import check_model, check_optimizer, group_of, layouts_of, shards_of, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.mesh import group_of, layouts_of, shards_of
-from ddpcore.distributed.state_sync import Policies, StateSync, scales_inside
+from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import Shards, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
-Handle = TypeVar("Handle", bound=Distributed)
-
 
 def distribute(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy | Baseline,
     *,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     learners: int | None = None,
-    vectorize: bool | str | None = None,
+    vectorize: bool | None = None,
     connection: Connection | None = None,
     policies: Policies | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -63,7 +59,7 @@ def distribute(
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
         policies: what happens to momentum and other state when learners average; None keeps each learner's own.
-        scaler: the gradient scaler, for the policy of that name. If learners differ, the optimizer must be fused.
+        scaler: the gradient scaler of the loop. If learners differ, the optimizer must be fused.
         on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
@@ -78,21 +74,24 @@ def distribute(
     if isinstance(strategy, Baseline):
         options: dict[str, Any] = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
-        handle = _baseline(model, strategy, group, connection, options)
-        return _share_work(handle, optimizer, strategy, group, is_fixed=True)
+        return _baseline(model, optimizer, strategy, group, connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
     group = _group_of(learners, group, mesh, connection, vectorize)
     shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
-    facts = _agree(group, shards, model, optimizer, strategy, settings, connection.timeout)
+    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
+    for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
+        check_agreement(one, facts, _trained(model).device, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection, shards)
+        _start_alike(learner)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
-        handle = _with_hooks(called, learner, strategy, StateSync(policies, learner, strategy, scaler), on_nonfinite)
-    is_fixed = learners is None and connection.on_failure == "raise"
-    return _share_work(handle, optimizer, strategy, group, is_fixed=is_fixed)
+        handle = HookedDistributed(called, learner, strategy, StateSync(policies, learner, strategy), on_nonfinite)
+    if learners is None and connection.on_failure == "raise":
+        _share_work(optimizer, strategy, group)
+    return handle
 
 
 def _settings(connection: Connection, **more: Any) -> dict[str, Any]:
@@ -101,24 +100,10 @@ def _settings(connection: Connection, **more: Any) -> dict[str, Any]:
     return {**{name: getattr(connection, name) for name in names}, **more}
 
 
-def _share_work(
-    handle: Handle,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy | Baseline,
-    group: dist.ProcessGroup | None,
-    is_fixed: bool,
-) -> Handle:
+def _share_work(optimizer: Optimizer, strategy: Strategy | Baseline, group: dist.ProcessGroup | None) -> None:
     """Let an optimizer with a ``process_group`` divide its work among ranks that have the same gradients and stay."""
-    if is_fixed and strategy.traits.stays_identical and getattr(optimizer, "process_group", handle) is None:
+    if strategy.traits.stays_identical and getattr(optimizer, "process_group", ()) is None:
         optimizer.process_group = default_group(group)  # type: ignore[attr-defined]
-    return handle
-
-
-def _with_hooks(
-    called: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
-) -> HookedDistributed:
-    with own_hooks():
-        return HookedDistributed(called, learner, strategy, state_sync, on_nonfinite)
 
 
 def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: list[Fact], on_nonfinite: str) -> None:
@@ -146,16 +131,14 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
 
 def _make_learner(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy,
     comm: Communicator,
     learners: int,
     connection: Connection,
     shards: Shards | None = None,
-    *,
-    is_newcomer: bool = False,
 ) -> Learner:
-    """Copy the model for each virtual learner, move the weights to a flat buffer, and start all learners alike."""
+    """Copy the model for each virtual learner, and move the weights to a flat buffer."""
     strategy._in_use = True
     models = copies_of(model, learners)
     flat = FlatParameters(
@@ -169,15 +152,12 @@ def _make_learner(
     _add_learners(optimizer, models)
     kept = None if strategy.topology is None else strategy.topology.kept_weights(comm.num_learners)
     shares = None if kept is None else torch.from_numpy(kept)
-    learner = Learner(flat, comm, optimizer, models, shares=shares)
-    if not is_newcomer:
-        _start_alike(learner)
-    return learner
+    return Learner(flat, comm, optimizer, models, shares=shares)
 
 
 def join(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     strategy: Strategy,
     store: dist.Store,
     *,
@@ -211,25 +191,29 @@ def join(
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
-    facts = _agree(None, None, model, optimizer, strategy, settings, connection.timeout)
+    facts = facts_of(model, optimizer, strategy, settings)
     comm = find_run(store, _trained(model).device, connection.timeout)
     with undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
-        learner = _make_learner(model, optimizer, strategy, comm, 1, connection, is_newcomer=True)
+        learner = _make_learner(model, optimizer, strategy, comm, 1, connection)
         comm.enter(facts)  # after the slow part, because the others wait from here on
-        handle = _with_hooks(model, learner, strategy, StateSync(policies, learner, strategy, joins=True), on_nonfinite)
-        handle.take_state()
+        state_sync = StateSync(policies, learner, strategy, joins=True)
+        handle = HookedDistributed(model, learner, strategy, state_sync, on_nonfinite)
+        handle.load_state_dict(received_state(learner))
         return handle
 
 
 def _baseline(
     model: nn.Module,
+    optimizer: Optimizer,
     strategy: Baseline,
     group: dist.ProcessGroup | None,
     connection: Connection,
     options: dict[str, Any],
 ) -> Distributed:
-    if given := ", ".join(filter(None, (_given(options), connection.given()))):
+    parameters = inspect.signature(distribute).parameters
+    names = [f"{name}=" for name, value in options.items() if value != parameters[name].default]
+    if given := ", ".join(filter(None, (*names, connection.given()))):
         more = " (init_process_group() takes its timeout)" if "timeout" in given else ""
         raise ValueError(f"{strategy.name} does not use these options: leave {given} out{more}")
     _check_unused(model)
@@ -238,13 +222,8 @@ def _baseline(
     if comm.num_learners > 1:
         handle.model.register_forward_pre_hook(handle.phases.begin_forward)
         handle.model.register_forward_hook(handle.phases.end_forward)
+    _share_work(optimizer, strategy, group)
     return handle
-
-
-def _given(options: dict[str, Any]) -> str:
-    """The names of the options that differ from the defaults of :func:`distribute`, as ``a=, b=``."""
-    parameters = inspect.signature(distribute).parameters
-    return ", ".join(f"{name}=" for name, value in options.items() if value != parameters[name].default)
 
 
 def _group_of(
@@ -252,7 +231,7 @@ def _group_of(
     group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
     connection: Connection,
-    vectorize: bool | str | None,
+    vectorize: bool | None,
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
     if mesh is not None:
@@ -263,25 +242,9 @@ def _group_of(
         return default_group(group)
     if given := connection.given(("transport", "link", "timeout")):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
-    if isinstance(vectorize, str) and vectorize != "measure":
-        raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None, 'measure'")
+    if vectorize not in (True, False, None):
+        raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None")
     return group
-
-
-def _agree(
-    group: dist.ProcessGroup | None,
-    shards: Shards | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    settings: dict[str, Any],
-    timeout: float,
-) -> list[Fact]:
-    """Return what all ranks must have in common, after the ranks of the group, and of the learner, have compared it."""
-    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
-    for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
-        check_agreement(one, facts, _trained(model).device, timeout)
-    return facts
 
 
 def _trained(model: nn.Module) -> Tensor:
@@ -296,20 +259,28 @@ def _trained(model: nn.Module) -> Tensor:
 def _start_alike(learner: Learner) -> None:
     """Overwrite weights (frozen ones too) and buffers with those of learner 0."""
     comm = learner.comm
+
+    def first_of(tensor: Tensor) -> Tensor:
+        """Learner 0's values of a tensor that is not in the flat buffer."""
+        rows = tensor.contiguous().view(1, -1).repeat(len(comm.learners), 1)
+        comm.broadcast_(rows)
+        return rows[0].view(tensor.shape)
+
     comm.broadcast_(learner.flat.param_LP)
     for copies in zip(*(model.parameters() for model in learner.models), strict=True):
         if not copies[0].requires_grad:
-            first = _first_of(local(copies[0]), comm)
+            first = first_of(local(copies[0]))
             for parameter in copies:
                 local(parameter).copy_(first)
     for copies in zip(*(model.buffers() for model in learner.models), strict=True):
-        first = _first_of(copies[0], comm)
+        first = first_of(copies[0])
         for buffer in copies:
             buffer.data = first.clone()
 
 
-def _add_learners(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     """Add the other learners' parameters to the groups of learner 0's, and copies of their states."""
+    shared = ("step",) if isinstance(optimizer, FusedOptimizer) else ()  # one counter for a group
     trained = [
         [index for index, parameter in enumerate(group["params"]) if parameter.requires_grad]
         for group in optimizer.param_groups
@@ -323,36 +294,29 @@ def _add_learners(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module])
                 group["param_names"] += [f"{group['param_names'][place]} of learner {number}" for place in places]
             for parameter in own:
                 if parameter in optimizer.state:
-                    optimizer.state[copies[parameter]] = _copy_of_state(optimizer, optimizer.state[parameter])
-
-
-def _copy_of_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    shared = ("step",) if isinstance(optimizer, FusedOptimizer) else ()  # one counter for a group
-    return {name: value if name in shared else copy.deepcopy(value) for name, value in state.items()}
-
-
-def _first_of(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Learner 0's values of a tensor that is not in the flat buffer."""
-    rows = rows_of(tensor, comm)
-    comm.broadcast_(rows)
-    return rows[0].view(tensor.shape)
+                    optimizer.state[copies[parameter]] = {
+                        name: value if name in shared else copy.deepcopy(value)
+                        for name, value in optimizer.state[parameter].items()
+                    }
 
 
 def _check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    policies: Policies,
-    scaler: torch.amp.GradScaler | None,
-    learners: int | None,
+    model: nn.Module, optimizer: Optimizer, strategy: Strategy, policies: Policies, scaler: object, learners: int | None
 ) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
     check_model(model)
     check_optimizer(optimizer, learners)
-    _check_members(model, optimizer)
-    policies.check(strategy, scaler)
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in given:
+            raise ValueError(
+                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
+            )
+    if not given <= set(map(id, model.parameters())):
+        raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
+    policies.check(strategy)
     policies.check_moments(model, optimizer)
     if scaler is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
         raise ValueError(
@@ -376,15 +340,3 @@ def _check_unused(model: nn.Module) -> None:
             "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
             "evaluation_model()"
         )
-
-
-def _check_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in trained:
-            raise ValueError(
-                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
-            )
-    known: set[int] = {id(parameter) for parameter in model.parameters()}
-    if not trained <= known:
-        raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")

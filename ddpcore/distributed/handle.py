@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
-from ddpcore.distributed.phases import PhaseClock
-from ddpcore.distributed.slow import SlowRank, slow_ranks
-from ddpcore.distributed.spans import Spans
+from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
@@ -43,7 +41,6 @@ class Distributed:
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model = model
         self.comm = comm
-        self.spans: Spans | None = None
         self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
@@ -98,10 +95,7 @@ class Distributed:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes accumulate gradients without averaging them."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
+        with self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext():
             yield
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
@@ -129,9 +123,7 @@ class Distributed:
 
     @torch.no_grad()
     def _copy(self, batch_norm: str) -> nn.Module:
-        inner: nn.Module = self.model
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            inner = self.model.module
+        inner = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         model = copy_of(inner)
         if batch_norm != "local":
             average_buffers(list(model.buffers()), [inner], self.comm)

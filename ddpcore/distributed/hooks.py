@@ -31,25 +31,20 @@ from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.joining import give_state, received_state
 from ddpcore.distributed.observer import Observer
 from ddpcore.distributed.phases import PhaseClock
-from ddpcore.distributed.spans import Spans
-from ddpcore.distributed.state_sync import StateSync
+from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets, Pieces
-from ddpcore.parameters.hooks import exclude_from_compilation
+from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
-STATE_FORMAT = 3
-"""Of the result of ``state_dict``. Version 0.2 had none."""
-
-
+STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
 _HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
 
 
@@ -69,15 +64,13 @@ class HookedDistributed(Distributed):
 
     learner: Learner
 
+    @own_hooks()
     def __init__(
         self, model: nn.Module, learner: Learner, strategy: Strategy, state_sync: StateSync, on_nonfinite: str
     ) -> None:
         super().__init__(model, learner.comm)
-        self.spans = self._span = Spans(learner.comm)
-        self.phases = PhaseClock(self.spans)
-        self.learner = learner
-        self.strategy = strategy
-        self._state_sync = state_sync
+        self.phases = self._span = PhaseClock(learner.comm)
+        self.learner, self.strategy, self._state_sync = learner, strategy, state_sync
         optimizer = learner.optimizer
         self._weight_step = WeightStep(learner.flat)
         if isinstance(optimizer, FusedOptimizer):
@@ -94,7 +87,15 @@ class HookedDistributed(Distributed):
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._is_training = True  # whether the call of step() that runs is a step of training
         self.nonfinite = self._watch.found
-        self._register_forward_hooks()
+        hook = _ForwardHook(self)
+        self._leave_hook: RemovableHandle | None = None
+        first = learner.flat.shards is not None  # before FSDP2 gathers the weights
+        self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
+        if isinstance(model, LearnerModels):
+            model.register_forward_pre_hook(hook)
+            model.register_forward_hook(_LeaveHook(hook), always_call=True)
+        elif self.comm.num_learners > 1:
+            self._leave_hook = model.register_forward_hook(_LeaveHook(hook))
         if learner.comm.transport != "virtual":
             _HANDLES.add(self)
         membership = learner.comm.membership
@@ -102,17 +103,6 @@ class HookedDistributed(Distributed):
             membership.on_change.append(self._members_changed)
         self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
-
-    def _register_forward_hooks(self) -> None:
-        hook = _ForwardHook(self)
-        self._leave_hook: RemovableHandle | None = None
-        first = self.learner.flat.shards is not None  # before FSDP2 gathers the weights
-        self._forward_hooks = [model.register_forward_pre_hook(hook, prepend=first) for model in self.models]
-        if isinstance(self.model, LearnerModels):
-            self.model.register_forward_pre_hook(hook)
-            self.model.register_forward_hook(_LeaveHook(hook), always_call=True)
-        elif self.comm.num_learners > 1:
-            self._leave_hook = self.model.register_forward_hook(_LeaveHook(hook))
 
     @property
     @override
@@ -240,18 +230,13 @@ class HookedDistributed(Distributed):
         only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
-    def _noted(self, pieces: Pieces) -> Iterator[Sequence[Tensor]]:
-        for begin, rows in pieces:
-            self._watch.note_piece(begin, rows)
-            yield rows
-
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         self.learner.num_samples = self.num_samples
         plan = self.strategy.plan(self.learner.step)
         if pieces is not None:
-            size = plan.gradients or self.learner.comm.num_learners
+            size, note = plan.gradients or self.learner.comm.num_learners, self._watch.note_piece
             with self._span("bucket_ready"):
-                self.learner.comm.average_pieces_(columns, self._noted(pieces), size)
+                self.learner.comm.average_pieces_(columns, (note(begin, rows) for begin, rows in pieces), size)
             return
         if plan.averages_gradients:
             self._watch.note_message(columns)
@@ -269,8 +254,12 @@ class HookedDistributed(Distributed):
         self._watch.check_alike()  # here, because all learners have just met
         for observer in self.observers:
             observer.gradients_averaged(self.learner)
-        if not self._laid_out and self._new_order is None:
-            self._new_order = self._agreed(order)
+        flat, comm = self.learner.flat, self.learner.comm
+        if not self._laid_out and self._new_order is None:  # rank 0's order of gradients, for the buckets
+            complete = order + sorted(set(range(len(flat.segments))).difference(order))
+            agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
+            comm.broadcast_(agreed)
+            self._new_order = list(map(int, agreed[0].tolist()))
         self._give_averages()
         self._watch.note_average()
 
@@ -294,14 +283,6 @@ class HookedDistributed(Distributed):
                 )
             if given:
                 parameter.grad = flat.grad_views[index]
-
-    def _agreed(self, order: list[int]) -> list[int]:
-        """Rank 0's order of gradients, for the buckets. Collective."""
-        flat, comm = self.learner.flat, self.learner.comm
-        complete = order + sorted(set(range(len(flat.segments))).difference(order))
-        agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
-        comm.broadcast_(agreed)
-        return list(map(int, agreed[0].tolist()))
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
@@ -347,14 +328,12 @@ class HookedDistributed(Distributed):
             self._new_order, self._laid_out = None, True
         for observer in self.observers:
             observer.before_step(learner)
-        with self._span("before_step"):
-            self._weight_step.average(strategy.before_step(learner), at_once=self._is_program_next())
-
-    def _is_program_next(self) -> bool:
-        """Whether code of the program runs before the weights are stepped, which must find them averaged."""
-        optimizer = self.learner.optimizer
+        optimizer = learner.optimizer
         last = next(reversed(optimizer._optimizer_step_pre_hooks))
-        return last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
+        # Code of the program that runs before the weights are stepped must find them averaged.
+        at_once = last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
+        with self._span("before_step"):
+            self._weight_step.average(strategy.before_step(learner), at_once=at_once)
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -366,21 +345,12 @@ class HookedDistributed(Distributed):
             if self.strategy.plan(self.learner.step - 1).weights:
                 self._state_sync.sync()
             self._state_sync.sync_moments()
-        self._admit()
+        if (new := self.learner.comm.admit(self.learner.step)) is not None:  # a learner has asked to join
+            give_state(self.learner, new, self._state_sync.policies, self.state_dict)
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
         self._watch.end_step()
-
-    def _admit(self) -> None:
-        """Let a learner in that has asked to join, and hand it the state of a neighbour."""
-        if (new := self.learner.comm.admit(self.learner.step)) is not None:
-            give_state(self.learner, new, self._state_sync.policies, self.state_dict)
-
-    @torch.no_grad()
-    def take_state(self) -> None:
-        """In a rank that has joined: take the state of a neighbour, while the others are in :meth:`_admit`."""
-        self.load_state_dict(received_state(self.learner))
 
     def _lay_out(self, order: list[int]) -> None:
         self.learner.flat.reorder(order)
@@ -407,7 +377,6 @@ class _ForwardHook(_Hook):
     """Calls strategy and observers before a forward pass of all learners that records gradients.
 
     A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
-    Copies of a model lose the hook.
     """
 
     def __init__(self, handle: HookedDistributed) -> None:

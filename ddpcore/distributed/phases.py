@@ -1,4 +1,4 @@
-"""A counter of a rank's own work and of its waiting, which always runs.
+"""Where a rank's time goes: ranges of a strategy's calls, own work and waiting by phase, and which rank is slow.
 
 Seconds are those of the host: on a GPU, work counts where the host waits for it.
 """
@@ -6,38 +6,81 @@ Seconds are those of the host: on a GPU, work counts where the host waits for it
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from statistics import fmean, median_low
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddpcore.distributed.spans import Spans
+from ddpcore.comm.base import Communicator
 from ddpcore.parameters.hooks import is_compiled_autograd, own_hooks
+
+_STARTS = ("before_forward", "bucket_ready")  # calls that may start a transfer and do not wait for it
+_WAITS = ("after_backward", "before_step")  # calls that wait for it
 
 
 class PhaseClock:
-    """Counts the seconds of forward passes, backward passes and waiting of one rank since :meth:`restart`.
+    """Counts a rank's seconds of forward passes, backward passes and waiting.
 
     Args:
-        spans: of the strategy, whose seconds are waiting; None: torch averages at the end of the backward pass.
+        comm: of a strategy, whose calls are waiting; None: torch averages and waits at the end of the backward pass.
+
+    Attributes:
+        seconds: of waiting so far.
+        overlapped: seconds between a call that started a transfer to other processes and the call that waited for it,
+            without ``seconds``. So at most this much communication was hidden behind computation.
     """
 
-    def __init__(self, spans: Spans | None = None) -> None:
-        self._spans = spans
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self.seconds = self.overlapped = 0.0
+        self._comm, self._has_others = comm, comm is not None and len(comm.learners) < comm.num_learners
+        self._names: list[str] = []  # of the ranges that are open, the outermost first
+        self._began, self._sent = 0.0, 0  # bytes: they say whether a call started a transfer
+        self._open: tuple[float, float] | None = None  # the end of the range that started a transfer, seconds so far
         self.restart()
 
     def restart(self) -> None:
-        """Count from now."""
+        """Count from now, except for the attributes."""
         self._start, self._mark = time.perf_counter(), (-1.0, 0.0)  # time and waiting at the start of a pass
-        self.forward = self.backward = self._hidden = 0.0
-        self._waited_before = 0.0 if self._spans is None else self._spans.seconds
-        self.num_steps = 0
+        self.forward = self.backward = 0.0
+        self._before, self.num_steps = self.seconds, 0
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """The range of a call, ``ddpcore::name`` in torch's profiler. A range inside another one is counted once."""
+        self._names.append(name)
+        return self._profiled(name) if torch.autograd._profiler_enabled() else self
+
+    @contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(f"ddpcore::{name}"), self:
+            yield
+
+    def __enter__(self) -> None:
+        assert self._comm is not None
+        if len(self._names) == 1:
+            self._began, self._sent = time.perf_counter(), self._comm.bytes_sent
+
+    def __exit__(self, *error: object) -> None:
+        assert self._comm is not None
+        name = self._names.pop()
+        if self._names:
+            return
+        ended = time.perf_counter()
+        if self._open is not None and name in _WAITS:
+            since, seconds = self._open
+            self.overlapped += self._began - since - (self.seconds - seconds)
+            self._open = None
+        self.seconds += ended - self._began
+        if self._open is None and self._has_others and name in _STARTS and self._comm.bytes_sent > self._sent:
+            self._open = ended, self.seconds
 
     @property
     def waited(self) -> float:
-        """Seconds of waiting."""
-        return self._hidden if self._spans is None else self._spans.seconds - self._waited_before
+        """Seconds of waiting since the last restart."""
+        return self.seconds - self._before
 
     def row(self) -> list[float]:
         """Steps, and seconds of forward passes, backward passes, the rest and waiting."""
@@ -78,9 +121,48 @@ class PhaseClock:
     def _end_backward(self) -> None:
         """After the pass, and before the callbacks of DistributedDataParallel, which were queued later."""
         self.backward, self._ended = self.backward + self._end(), time.perf_counter()
-        if self._spans is None:
+        if self._comm is None:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_waiting)
 
     def _end_waiting(self) -> None:
-        self._hidden += time.perf_counter() - self._ended
+        self.seconds += time.perf_counter() - self._ended
         self.num_steps += self._is_last
+
+
+PHASES = ("forward pass", "backward pass", "rest of the step")
+LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
+
+
+class SlowRank(NamedTuple):
+    """A rank for which the others wait, with seconds of a step."""
+
+    rank: int
+    phase: str  # one of PHASES: where it loses most
+    excess: float  # own work beyond the median rank's
+    waiting: float  # of the others, on average
+    seconds: float  # in all
+
+    def __str__(self) -> str:
+        excess, waiting, seconds = (f"{1e3 * one:.3g}" for one in self[2:])
+        return (
+            f"rank {self.rank} is slow in the {self.phase}: {excess} ms a step more than the median rank; the others "
+            f"wait {waiting} of {seconds} ms"
+        )
+
+
+def slow_ranks(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[SlowRank]:
+    """The ranks that explain at least 80 % of the others' waiting; none if these wait less than 10 % of a step.
+
+    Args:
+        own: of each rank, seconds a step of its own work by phase, in the order of ``PHASES``.
+        waiting: of each rank, seconds a step in which it only waited.
+    """
+    sums = {rank: sum(phases) for rank, phases in own.items()}
+    middle, middles = median_low(sums.values()), [median_low(column) for column in zip(*own.values(), strict=True)]
+    mean = fmean(waiting[rank] for rank in own if sums[rank] <= middle)
+    seconds, found = fmean(sums[rank] + waiting[rank] for rank in own), []
+    for rank, total in sums.items():
+        if mean >= LEAST_WAITING * seconds and total - middle >= LEAST_EXPLAINED * mean:
+            lost = [mine - usual for mine, usual in zip(own[rank], middles, strict=True)]
+            found.append(SlowRank(rank, PHASES[lost.index(max(lost))], total - middle, mean, seconds))
+    return found

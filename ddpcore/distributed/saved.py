@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import stateless
 
+from ddpcore.distributed.averaging import has_average
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.saved_shards import MARK, joined, layouts_by_name, room_for, split
@@ -80,19 +81,19 @@ def load_run_state(
     state = states[min(mine, len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
     if num_saved != handle.comm.num_learners:
-        return _load_others(handle, states, moments, weights)
+        _load_others(handle, states, moments, weights)
+        return
     if len(states) * len(handle.comm.learners) != handle.comm.num_learners:
         raise ValueError(f"{len(states)} processes have saved the {num_saved} learners: resume with as many processes")
     handle.check_state(state["handle"])
     handle.models[0].load_state_dict(state["model"])
     handle.learner.optimizer.load_state_dict(state["optimizer"])
     handle.load_state_dict(state["handle"])
-    if "random" not in state:  # of another number of shards
-        return None
-    torch.set_rng_state(state["random"]["cpu"].cpu())
-    if "cuda" in state["random"] and handle.learner.flat.param_LP.device.type == "cuda":
-        torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), handle.learner.flat.param_LP.device)
-    return None
+    random, device = state.get("random", {}), handle.learner.flat.param_LP.device  # none: of another number of shards
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"].cpu())
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"].cpu(), device)
 
 
 @torch.no_grad()
@@ -144,23 +145,17 @@ def _moved_moments(
 
 
 def _moved(values: Sequence[Any], sources: Sequence[int] | None, num: int) -> list[Any]:
-    """For each of ``num`` learners the value of the old learner in ``sources``, or the mean of all."""
-    return [_mean(values)] * num if sources is None else [values[source] for source in sources]
+    """For each of ``num`` learners the value of the old learner in ``sources``, or the mean of all.
 
-
-def _mean(values: Sequence[Any]) -> Any:
-    """The mean of tensors of real or complex numbers; of anything else, such as a count, the first."""
+    Of what is no tensor of real or complex numbers, such as a count, it is the first instead of the mean.
+    """
+    if sources is not None:
+        return [values[source] for source in sources]
     first = values[0]
-    if not isinstance(first, torch.Tensor) or not (first.is_floating_point() or first.is_complex()):
-        return first
+    if not isinstance(first, torch.Tensor) or not has_average(first):
+        return [first] * num
     wide = torch.complex128 if first.is_complex() else torch.float64
-    return torch.stack([value.to(first.device, wide) for value in values]).mean(dim=0).to(first.dtype)
-
-
-def _entries(folder: str | Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader  # noqa: PLC0415  its import takes a second
-
-    return FileSystemReader(folder).read_metadata().state_dict_metadata
+    return [torch.stack([value.to(first.device, wide) for value in values]).mean(dim=0).to(first.dtype)] * num
 
 
 class RunState:
@@ -189,11 +184,14 @@ class RunState:
     def __init__(self, handle: Distributed, *, saved: str | Path | None = None, **options: str) -> None:
         self._handle, self._options = _hooked(handle), options
         self._found: dict[int, dict[str, Any]] = {}
-        for name, entry in {} if saved is None else _entries(saved).items():
-            if match := _SAVED.search(name):
-                self._found.setdefault(int(match[1]), {})[match[2]] = entry
-        if saved is not None and not self._found:
-            raise ValueError(f"{saved} holds no state of ddpcore: save RunState(handle) into it")
+        if saved is not None:
+            from torch.distributed.checkpoint import FileSystemReader  # noqa: PLC0415  its import takes a second
+
+            for name, entry in FileSystemReader(saved).read_metadata().state_dict_metadata.items():
+                if match := _SAVED.search(name):
+                    self._found.setdefault(int(match[1]), {})[match[2]] = entry
+            if not self._found:
+                raise ValueError(f"{saved} holds no state of ddpcore: save RunState(handle) into it")
         shards = self._handle.learner.flat.shards
         self._place, self._num_shards = (0, 0) if shards is None else shards.place
         matches = [match for name in self._found.get(0, ()) if (match := _OF_SHARD.match(name))]

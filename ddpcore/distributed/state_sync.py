@@ -1,4 +1,4 @@
-"""Policies for the state beside the weights when learners average: momentum, buffers, gradient scaler, random numbers.
+"""Policies for the state beside the weights when learners average: momentum, buffers, random numbers.
 
 Shapes: L learners held by this process, X elements of one kind of state of a learner.
 """
@@ -6,8 +6,9 @@ Shapes: L learners held by this process, X elements of one kind of state of a le
 from __future__ import annotations
 
 import hashlib
+import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -21,7 +22,6 @@ from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
-_NUMBERS = (KEEP, GOSSIP, AVERAGE, RESET)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,6 @@ class Policies:
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
             (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
         batch_norm: floating-point and complex buffers of the model.
-        scaler: the scale of ``torch.amp.GradScaler``: ``keep``, ``average`` (the smallest scale of all, so that no
-            learner overflows) or ``reset``.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
             the step).
 
@@ -51,12 +49,11 @@ class Policies:
     momentum: str = KEEP
     moments: Mapping[str, int] = field(default_factory=dict)
     batch_norm: str = KEEP
-    scaler: str = KEEP
     rng: str = KEEP
 
     def __post_init__(self) -> None:
         for name in (one.name for one in fields(self) if one.name != "moments"):
-            allowed = {"scaler": (KEEP, AVERAGE, RESET), "rng": (KEEP, RESET)}.get(name, _NUMBERS)
+            allowed = (KEEP, RESET) if name == "rng" else (KEEP, GOSSIP, AVERAGE, RESET)
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"policy {name} is {value!r}: choose from {', '.join(allowed)}")
         if not isinstance(self.moments, Mapping):
@@ -67,22 +64,20 @@ class Policies:
         if self.moments and self.momentum != KEEP:
             raise ValueError(f"policies momentum={self.momentum!r} and moments both average the same states: set one")
 
-    def check(self, strategy: Strategy, scaler: torch.amp.GradScaler | None) -> None:
-        """Raise ValueError if a policy needs neighbours or a scaler that are missing."""
-        averages = (self.momentum, self.batch_norm, self.scaler)
+    def check(self, strategy: Strategy) -> None:
+        """Raise ValueError if a policy needs other learners or neighbours, and the strategy has none."""
+        averages = (self.momentum, self.batch_norm)
         if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
             raise ValueError(
                 f"policies that average wait for other learners and {strategy.name} does not: take keep or reset"
             )
-        if GOSSIP in (self.momentum, self.batch_norm):
+        if GOSSIP in averages:
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
             if strategy.traits.no_mean:
                 raise ValueError(
                     f"policy gossip averages as the weights do and {strategy.traits.no_mean}: take average"
                 )
-        if self.scaler != KEEP and scaler is None:
-            raise ValueError(f"policy scaler={self.scaler!r} needs the scaler: pass distribute(..., scaler=)")
 
     def check_moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if no parameter of the model has a state that has a period."""
@@ -107,22 +102,11 @@ class StateSync:
         policies: checked policies.
         learner: the learner, with its models, optimizer and connection.
         strategy: the strategy, whose topology ``gossip`` uses.
-        scaler: the scaler, for the policy of that name.
         joins: whether the learner joins a run: it loads the values at the start of training from another one.
     """
 
-    def __init__(
-        self,
-        policies: Policies,
-        learner: Learner,
-        strategy: Strategy,
-        scaler: torch.amp.GradScaler | None = None,
-        *,
-        joins: bool = False,
-    ) -> None:
+    def __init__(self, policies: Policies, learner: Learner, strategy: Strategy, *, joins: bool = False) -> None:
         self.policies, self._learner, self._strategy = policies, learner, strategy
-        self._scaler = scaler
-        self._first_scale = None if scaler is None else scaler.get_scale()
         self._first_seed: int | None = None
         if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
@@ -134,7 +118,11 @@ class StateSync:
         """Apply the policies. It is called after each step that averages weights or gradients."""
         policies = self.policies
         if policies.momentum == RESET:
-            self._reset_states()
+            for parameter in self._optimized():
+                for _, value in self._states_of(parameter):
+                    value.zero_()
+                if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
+                    count.zero_()
         elif policies.momentum != KEEP:
             for name in sorted({name for p in self._optimized() for name, _ in self._states_of(p)}):
                 self._move_state(name, policies.momentum)
@@ -143,7 +131,6 @@ class StateSync:
                 buffer.copy_(first)
         elif policies.batch_norm != KEEP:  # keep skips this, because a loop over all modules takes time
             self._move(policies.batch_norm, self._buffers())
-        self._move_scaler()
         if policies.rng == RESET:
             digest = hashlib.blake2b(f"{self._first_seed}, step {self._learner.step}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -157,12 +144,10 @@ class StateSync:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
-        return {"scale": self._first_scale, "seed": self._first_seed, "buffers": list(self._first_buffers)}
+        return {"seed": self._first_seed, "buffers": list(self._first_buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`. Values that are missing under its policies stay those of this run."""
-        if state["scale"] is not None:
-            self._first_scale = state["scale"]
         if state["seed"] is not None:
             self._first_seed = state["seed"]
         if state["buffers"]:
@@ -185,13 +170,6 @@ class StateSync:
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
-    def _reset_states(self) -> None:
-        for parameter in self._optimized():
-            for _, value in self._states_of(parameter):
-                value.zero_()
-            if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
-                count.zero_()
-
     def _move_state(self, name: str, policy: str) -> None:
         """Average a state of all parameters. A missing one counts as zero, so that all ranks send equal rows."""
         parameters = self._optimized()
@@ -201,23 +179,6 @@ class StateSync:
             raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
         pairs = zip(parameters, found, strict=True)
         self._move(policy, [torch.zeros_like(local(p), dtype=dtype) if value is None else value for p, value in pairs])
-
-    def _move_scaler(self) -> None:
-        scaler, policy = self._scaler, self.policies.scaler
-        if scaler is None or policy == KEEP or scaler._scale is None:
-            return
-        scale = self._first_scale
-        assert scale is not None
-        if policy == AVERAGE:
-            comm = self._learner.comm
-            mine = torch.full(
-                (len(comm.learners),),
-                scaler.get_scale(),
-                device=self._learner.flat.param_LP.device,
-                dtype=torch.float32,
-            )
-            scale = float(comm.gather(mine).min())
-        scaler._scale.fill_(scale)  # not update(): the loop calls it later, with this step's overflow checks
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
@@ -260,3 +221,48 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the scaler always calls the optimizer, which itself skips a step with an overflow."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or fused
+
+
+# ---- learners that join a run ----
+
+
+@torch.no_grad()
+def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
+    """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
+    comm, optimizer = learner.comm, learner.optimizer
+    # It begins without momentum if each learner keeps its own, or resets it.
+    takes_momentum = policies.momentum not in (KEEP, RESET)
+
+    def packed() -> Tensor:
+        """The state as bytes, uint8 ``[x]``."""
+        buffer, model = io.BytesIO(), learner.models[0].state_dict()
+        states = optimizer.state_dict() if takes_momentum else None
+        torch.save({"model": model, "optimizer": states, "handle": handle_state()}, buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    if comm.member is not None:
+        comm.hand_over(new, packed)
+        return
+    assert comm.membership is not None
+    models = learner.models[new], learner.models[comm.membership.source_for(new)]  # virtual learners
+    pairs = [*zip(*(model.parameters() for model in models), strict=True)]
+    pairs += zip(*(model.buffers() for model in models), strict=True)
+    for own, theirs in pairs:
+        own.data.copy_(theirs.data)
+        for name, value in optimizer.state.get(own, {}).items():
+            if isinstance(value, Tensor) and value.shape == own.shape:
+                value.copy_(optimizer.state[theirs][name]) if takes_momentum else value.zero_()
+
+
+def received_state(learner: Learner) -> dict[str, Any]:
+    """In the rank that joins: load model and optimizer from a neighbour, and return the state of its handle."""
+    comm = learner.comm
+    assert comm.member is not None
+    content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+    assert content is not None
+    state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # runs no code
+    learner.models[0].load_state_dict(state["model"])
+    if state["optimizer"] is not None:
+        learner.optimizer.load_state_dict(state["optimizer"])
+    handle_state: dict[str, Any] = state["handle"]
+    return handle_state

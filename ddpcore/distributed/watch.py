@@ -42,9 +42,9 @@ class LoopWatch:
     Attributes:
         averaged: whether gradients of this step are an average, or the loop asked for none.
         num_passes: forward passes of this step that record gradients.
-        found: gradients that were not finite, by step. Averaged gradients are alike on all ranks, and so is this list
-            then; else it has only learners of this process. In a group whose average is not finite, a rank names its
-            own learners, or the average (None) if their gradients were finite.
+        found: gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
+            process. In a group whose average is not finite, a rank names its own learners, or the average (None) if
+            their gradients were finite.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -69,7 +69,7 @@ class LoopWatch:
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self.found: list[NonFinite] = []
-        self._has_buffers = any(self._buffers(row) for row in range(len(models)))
+        self._has_buffers = any(True for model in models for _ in model.buffers())
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
@@ -86,17 +86,15 @@ class LoopWatch:
 
     def begin_call(self, frame: FrameType) -> bool:
         """``frame`` is that of a call of ``step()``. Returns whether it is the outermost call."""
-        if self.has_called(frame):
-            return False
-        self._frame = frame
-        return True
+        is_outermost = not self.has_called(frame)
+        self._frame = frame if is_outermost else self._frame
+        return is_outermost
 
     def end_call(self, frame: FrameType) -> bool:
         """Returns whether ``frame`` is the outermost call, which ends now, or is no step of training."""
-        if self._frame is not frame:
-            return False
-        self._frame = None
-        return True
+        is_outermost = self._frame is frame
+        self._frame = None if is_outermost else self._frame
+        return is_outermost
 
     def has_called(self, frame: FrameType) -> bool:
         """Whether the outermost call has called ``frame``."""
@@ -168,20 +166,17 @@ class LoopWatch:
         self._check_buffers()
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
-        rows = range(len(self.learner.models))
-        self._kept = self._kept or [[buffer.clone() for buffer in self._buffers(row)] for row in rows]
-        for row in rows:
-            torch._foreach_copy_(self._kept[row], self._buffers(row))
+        buffers = [list(model.buffers()) for model in self.learner.models]
+        self._kept = self._kept or [[buffer.clone() for buffer in own] for own in buffers]
+        for kept, own in zip(self._kept, buffers, strict=True):
+            torch._foreach_copy_(kept, own)
 
     def count_pass(self, *, by_weights: bool) -> None:
         """Count a forward pass.
 
-        Args:
-            by_weights: whether the strategy averages weights in this step. Then a program that never calls ``step()``
-                is refused, because its learners would not average.
-
         Raises:
-            RuntimeError: the weights were changed between forward passes of a step, more than once.
+            RuntimeError: with ``by_weights``, a step that averages weights: they were changed more than once between
+                its forward passes. A program that never calls ``step()`` would not average.
         """
         self.num_passes += 1
         num = self.num_passes
@@ -213,9 +208,10 @@ class LoopWatch:
         """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
         self._sums[int(columns.storage_offset())] = row_sums(columns)
 
-    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> None:
-        """Do the same for rows that begin at a column and may lie anywhere."""
+    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Do the same for rows that begin at a column and may lie anywhere, and return them."""
         self._sums[begin] = torch.stack([row_sums(row[None]) for row in rows]).squeeze(1)
+        return rows
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
@@ -270,11 +266,7 @@ class LoopWatch:
                 )
 
     def _check_rows(self) -> bool:
-        """Check that what was done to gradients after the backward pass was done for every virtual learner.
-
-        Returns:
-            Whether nothing was done.
-        """
+        """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
         flat, noted = self._flat, dict(self._noted)
         self._noted.clear()  # the hooks hold this object
         grads = map(_gradient_of, flat.parameters) if noted else ()
@@ -347,9 +339,6 @@ class LoopWatch:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
 
-    def _versions(self) -> list[int]:
-        return list(map(_version_of, self._flat.parameters))
-
     def _check_buffers(self) -> None:
         """Check that both flat buffers are where they were allocated."""
         flat = self._flat
@@ -396,10 +385,9 @@ class LoopWatch:
     # ---- numbers that are not finite ----
 
     def _check_finite(self, *, one_row: bool) -> None:
-        """Check the gradients that a step uses. Steps of a ``GradScaler`` are the scaler's; a CUDA graph is not read.
+        """Check the gradients that a step uses, of which one row says all if ``one_row``.
 
-        Args:
-            one_row: whether the gradients of all learners are alike.
+        Steps of a ``GradScaler`` are the scaler's, and a CUDA graph is not read.
         """
         learner, optimizer = self.learner, self.learner.optimizer
         sums, self._sums = list(self._sums.values()), {}
@@ -452,17 +440,14 @@ class LoopWatch:
         held = {one: row for row, one in enumerate(learner.comm.learners)}
         for row in [held[event.learner] for event in found if event.learner in held]:
             if self._kept:
-                torch._foreach_copy_(self._buffers(row), self._kept[row])
+                torch._foreach_copy_(list(learner.models[row].buffers()), self._kept[row])
         if self._mode == "quarantine":
             self._strategy.quarantine({event.learner for event in found if event.learner is not None})
-
-    def _buffers(self, row: int) -> list[Tensor]:
-        return list(self.learner.models[row].buffers())
 
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
         learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
-        self._sent = self._versions(), None
+        self._sent = list(map(_version_of, self._flat.parameters)), None
         if learner.comm.num_learners == 1 or is_capturing(weights_LX):
             return
         if columns_LX is None:
@@ -475,7 +460,8 @@ class LoopWatch:
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
         versions, bits = self._sent
-        if versions != self._versions() or (bits is not None and not torch.equal(bits, self._weight_bits())):
+        is_other = versions != list(map(_version_of, self._flat.parameters))
+        if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             raise RuntimeError(
                 "weights were changed between a forward pass and the next step, while neighbours read them: change "
                 "them after a step, or evaluate under torch.no_grad()"
@@ -494,7 +480,6 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
-def _note(noted: dict[int, int], parameter: Tensor) -> None:
-    """After autograd has written a gradient."""
+def _note(noted: dict[int, int], parameter: Tensor) -> None:  # after autograd has written a gradient
     if parameter.grad is not None:
         noted[id(parameter)] = parameter.grad._version

@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ddpcore.parameters.bucket_plan import BucketTracker
 from ddpcore.parameters.flat import LARGE, FlatParameters
-from ddpcore.parameters.hooks import (
-    exclude_from_compilation,
-    has_hook_after,
-    num_hooks,
-    refuse_compiled_autograd,
-    weakly,
-)
+from ddpcore.parameters.hooks import exclude_from_compilation, node_hooks, num_hooks, refuse_compiled_autograd, weakly
 from ddpcore.parameters.shards import local
 
 PIECE = 2**19  # elements of all rows together that a CPU averages at a time: they stay in cache
@@ -27,16 +20,13 @@ Pieces = Iterator[tuple[int, Sequence[Tensor]]]
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
     """Columns ``[begin, end)`` of ``flat.grad_LP`` that are sent together: buckets that one parameter completes.
 
-    A large parameter completes several buckets at once, and one message for all of them costs less. They depend on the
-    layout and not on the actual order of the gradients, so all ranks send identical messages.
+    They depend on the layout and not on the actual order of the gradients, so all ranks send identical messages.
     """
-    tracker = BucketTracker(_ranges(flat), list(flat.buckets))
-    ready = [tracker.mark(index) for index in range(len(flat.segments))]
-    return [(flat.buckets[first][0], flat.buckets[end - 1][1]) for first, end in ready if first < end]
-
-
-def _ranges(flat: FlatParameters) -> list[tuple[int, int]]:
-    return [(s.offset, s.offset + s.numel) for s in flat.segments]
+    found: dict[int, tuple[int, int]] = {}  # by the segment that completes them
+    for begin, end in flat.buckets:
+        last = max(index for index, segment in enumerate(flat.segments) if segment.offset < end)
+        found[last] = found.get(last, (begin, end))[0], end
+    return list(found.values())
 
 
 def _is_alone(parameter: Tensor) -> bool:
@@ -93,24 +83,22 @@ class GradientBuckets:
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._num_hooks = -1  # of this process, when _late was read
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
+        self._missing: list[int] = []  # segments without a final gradient, by message
+        self._num_sent = 0  # messages of this step
         exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
-        self._tracker = BucketTracker([], [])
         self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
         self.rebuild()
 
     def rebuild(self) -> None:
         """Read the layout of ``flat`` again, after ``flat.reorder``."""
         self.messages = messages(self.flat)
-        self._tracker = BucketTracker(_ranges(self.flat), self.messages)
+        spans = [(one.offset, one.offset + one.numel) for one in self.flat.segments]
+        inside = [[begin < last and first < end for begin, end in self.messages] for first, last in spans]
+        self._messages_of = [[place for place, is_in in enumerate(row) if is_in] for row in inside]  # by segment
+        self._sizes = list(map(sum, zip(*inside, strict=True)))  # in segments, by message
         self.restart()
-
-    def remove(self) -> None:
-        """Remove the hooks from the parameters."""
-        self.flat.on_gradients.remove(self._add)
-        for handle in self._handles.values():
-            handle.remove()
 
     def _hook(self, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -137,7 +125,10 @@ class GradientBuckets:
         elif self._runs_last(parameter) and id(parameter) not in self._late:
             self._gather(parameter, index)
             if self._note_final(segment) and not self.waits:
-                self._send(self._tracker.mark(segment))
+                for place in self._messages_of[segment]:
+                    self._missing[place] -= 1
+                while self._num_sent < len(self.messages) and not self._missing[self._num_sent]:
+                    self._send_next()
 
     @torch.no_grad()
     def _gather(self, parameter: Tensor, index: int) -> None:
@@ -153,8 +144,7 @@ class GradientBuckets:
         self._num_missing[segment] -= 1
         if self._num_missing[segment] == 0:
             self._order.append(segment)
-            return True
-        return False
+        return self._num_missing[segment] == 0
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
@@ -169,7 +159,7 @@ class GradientBuckets:
             self.restart()
         self._is_open = True
         if self._num_hooks != num_hooks():
-            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or has_hook_after(p)}
+            self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or node_hooks(p, "register_hook")}
             self._num_hooks = num_hooks()
         # autograd runs this after the whole pass. DistributedDataParallel and FSDP use the same call.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -185,10 +175,9 @@ class GradientBuckets:
         self._rows.update(range(self.flat.num_rows))
 
     def _runs_last(self, parameter: Tensor) -> bool:
-        """Whether this hook is the last one of the parameter, so that no later hook can change the gradient.
+        """Whether this hook, as torch calls them in their order, is the last one that can change the gradient.
 
-        torch calls these hooks in the order in which they were registered. If one was registered later, the gradient is
-        sent at the end of this pass, and this hook becomes the last one.
+        If not, the gradient is sent at the end of this pass, and this hook becomes the last one.
         """
         hooks = parameter._post_accumulate_grad_hooks
         own = self._handles[id(parameter)].id
@@ -207,7 +196,9 @@ class GradientBuckets:
         self._own = self._own_grads()
         self.flat.gather_grads(left=self._sent | self._own.keys())
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
-        self._send(self._tracker.finish())
+        while self._num_sent < len(self.messages):
+            self._send_next()
+        self._own = {}
         self._on_end(self._order)
 
     def finish_without_pass(self) -> None:
@@ -224,13 +215,12 @@ class GradientBuckets:
         self._sent.clear()
         self._rows.clear()
         self._num_missing = [self.flat.num_rows] * len(self.flat.segments)
-        self._tracker.reset()
+        self._missing, self._num_sent = list(self._sizes), 0
 
-    def _send(self, ready: tuple[int, int]) -> None:
-        for begin, end in self.messages[ready[0] : ready[1]]:
-            columns = self.flat.grad_LP[:, begin:end]
-            self._on_message(columns, *([self._pieces(begin, end)] if self._own else []))
-        self._own = {}
+    def _send_next(self) -> None:
+        begin, end = self.messages[self._num_sent]
+        self._num_sent += 1
+        self._on_message(self.flat.grad_LP[:, begin:end], *([self._pieces(begin, end)] if self._own else []))
 
     def _own_grads(self) -> dict[int, Tensor]:
         """The large gradients that may be averaged where they lie, because nothing else holds their memory."""
@@ -244,7 +234,7 @@ class GradientBuckets:
         flat, own, num = self.flat, self._own, len(self.flat.segments)
         outside = {index % num for index in own}
         chunk = max(LARGE // 4, PIECE // flat.num_rows) if flat.grad_LP.device.type == "cpu" else flat.numel
-        ranges = [(segment, *bounds) for segment, bounds in enumerate(_ranges(flat)) if segment in outside]
+        ranges = [(place, s.offset, s.offset + s.numel) for place, s in enumerate(flat.segments) if place in outside]
         for segment, start, stop in [*ranges, (num, end, end)]:
             first, last = (max(begin, min(bound, end)) for bound in (start, stop))
             for at in range(begin, first, chunk):

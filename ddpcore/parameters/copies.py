@@ -7,6 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import is_parametrized
 
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import node_hooks
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
 
@@ -73,17 +74,10 @@ def _copy_node_hooks(parameter: Tensor, own: Tensor, memo: dict[int, Any]) -> No
     """Copy the hooks of the accumulation node of a parameter, which lives as long as something holds it."""
     if not parameter.requires_grad:
         return
-    node: Any = get_gradient_edge(parameter).node
     for register in ("register_prehook", "register_hook"):
-        with own_hooks():  # a handle gives all hooks that were registered before
-            handle = getattr(node, register)(lambda *_: None)
-            hooks = dict(handle.hooks_dict_ref())
-            handle.remove()
-        hooks.pop(handle.id)
-        if hooks:
+        for hook in node_hooks(parameter, register):
             held = vars(own).setdefault("_accumulation_node", get_gradient_edge(own).node)
-            for hook in hooks.values():
-                getattr(held, register)(copy.deepcopy(hook, memo))
+            getattr(held, register)(copy.deepcopy(hook, memo))
 
 
 def _memo_of(model: nn.Module) -> dict[int, Any]:
@@ -190,15 +184,14 @@ def _next(value: Any) -> list[Any]:
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        cells = map(_contents, value.__closure__ or ())
         used = [value.__globals__.get(name) for name in value.__code__.co_names]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         return [*cells, *defaults, *vars(value).values(), *(one for one in used if isinstance(one, Tensor | nn.Module))]
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell  # never: reading an empty cell raises
-    except ValueError:
-        return True
+def _contents(cell: types.CellType) -> Any:
+    with suppress(ValueError):  # it is empty
+        return cell.cell_contents
+    return None

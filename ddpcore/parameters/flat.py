@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
-from ddpcore.parameters.bucket_plan import plan_buckets
 from ddpcore.parameters.hooks import HookWatch
 from ddpcore.parameters.shards import Shards, local
 
@@ -28,6 +27,7 @@ MiB = 2**20
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 _OF_GRADIENTS = ("grad_LP", "grad_views", "grad_pointers", "_grad_stacks")  # attributes that need the buffer
 _gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
+_Layout = tuple[torch.Size, tuple[int, ...]]  # shape and strides
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
 
@@ -91,29 +91,25 @@ class FlatParameters:
         for named in rows:
             _check_parameters([(name, local(parameter)) for name, parameter in named])
         self.num_rows = len(rows)
-        self._new = _zeros if allocate is None else allocate
+        self._new = allocate or _zeros
         # The backward pass computes gradients roughly in the reverse order of registration. reorder() corrects it.
         self.names = tuple(name for name, _ in reversed(rows[0]))
         self.parameters = tuple(parameter for named in rows for _, parameter in reversed(named))
         itemsize = self.parameters[0].element_size()
         locals_ = self.locals(self.parameters)
-        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize, ALIGNMENT
+        sizes = bucket_bytes // itemsize, first_bucket_bytes // itemsize
         plan_buckets(0, *sizes)  # refuses sizes before anything moves
         layouts = [(part.shape, part.stride()) for part in locals_[: len(self.names)]]
         values = [part.detach() for part in locals_]
         del locals_
         self._move(values, [parameter.grad for parameter in self.parameters], layouts)
         self._hooks = HookWatch(self.parameters)
-        self.buckets: tuple[tuple[int, int], ...] = tuple(plan_buckets(self.numel, *sizes))
+        self.buckets = tuple(plan_buckets(self.numel, *sizes))
 
     @property
     def numel(self) -> int:
         """P: the elements of one row, with padding. Padding is always zero."""
         return self.param_LP.shape[1]
-
-    def pointers(self) -> list[int]:
-        """The addresses of the parameters."""
-        return list(map(Tensor.data_ptr, self.locals(self.parameters)))
 
     def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of DTensors on this rank."""
@@ -188,18 +184,15 @@ class FlatParameters:
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:
-            gradients = [self._copy_if_aliased(local(self.parameters[index].grad)) for index in places]
+            found = [local(self.parameters[index].grad) for index in places]
+            # A gradient in the flat buffer, as that of another learner is, must be copied first.
+            gradients = [one.clone() if self._is_inside(one) else one for one in found]
             torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
             for index in places:
                 self.parameters[index].grad = self.grad_views[index]
         if missing:
             torch._foreach_zero_([local(self.grad_views[index]) for index in missing])
         return not missing
-
-    def _copy_if_aliased(self, gradient: Tensor | None) -> Tensor:
-        """The gradient, or a copy if it is in the flat buffer, as the gradient of another learner is."""
-        assert gradient is not None
-        return gradient.clone() if self._is_inside(gradient) else gradient
 
     def _is_inside(self, gradient: Tensor) -> bool:
         return gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
@@ -324,21 +317,18 @@ class FlatParameters:
         """The addresses of ``grad_views``: they differ from ``grad_pointers`` if the program has set ``grad.data``."""
         return tuple(map(Tensor.data_ptr, self.locals(self.grad_views)))
 
-    def _move(
-        self,
-        values: list[Tensor],
-        gradients: list[Tensor | None],
-        layouts: Sequence[tuple[torch.Size, tuple[int, ...]]],
-    ) -> None:
+    def _move(self, values: list[Tensor], gradients: list[Tensor | None], layouts: Sequence[_Layout]) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
         firsts = self.parameters[: len(self.names)]
         rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
-        self.segments = _lay_out(self.names, layouts, rooms)
+        segments, offset = [], 0
+        for name, (shape, stride), room in zip(self.names, layouts, rooms, strict=True):
+            segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
+            offset += _aligned(room)
+        self.segments = tuple(segments)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        dtype, device, last = values[0].dtype, values[0].device, self.segments[-1]
-        shape = (self.num_rows, _aligned(last.offset + rooms[-1]))
         self._known_views: dict[int, _BufferViews] = {}
-        self._set_views(self._views_at(self._new(shape, dtype, device)))
+        self._set_views(self._views_at(self._new((self.num_rows, offset), values[0].dtype, values[0].device)))
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
@@ -394,25 +384,31 @@ class FlatParameters:
 _UNUSED = max(map(sys.getrefcount, (torch.zeros(0, dtype=torch.float32, device="cpu"),)))
 
 
+_SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
+
+
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-_SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
 
 
 def _aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def _lay_out(
-    names: Sequence[str], layouts: Sequence[tuple[torch.Size, tuple[int, ...]]], rooms: Sequence[int]
-) -> tuple[Segment, ...]:
-    segments, offset = [], 0
-    for name, (shape, stride), room in zip(names, layouts, rooms, strict=True):
-        segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-        offset += _aligned(room)
-    return tuple(segments)
+def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]]:
+    """Cut ``[0, numel)`` into a bucket of at most ``first_size`` elements and buckets of at most ``size`` elements.
+
+    Cuts are multiples of ``ALIGNMENT``, a size below which is a ValueError. A large tensor has several buckets.
+    """
+    if min(size, first_size) < ALIGNMENT:
+        raise ValueError(f"a bucket must have at least {ALIGNMENT} elements, the alignment")
+    buckets: list[tuple[int, int]] = []
+    begin = 0
+    while begin < numel:
+        largest = (size if buckets else first_size) // ALIGNMENT * ALIGNMENT
+        buckets.append((begin, min(numel, begin + largest)))
+        begin = buckets[-1][1]
+    return buckets
 
 
 def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
@@ -436,11 +432,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse parameters that cannot be views of one buffer.
-
-    Raises:
-        ValueError: as :class:`~ddpcore.parameters.flat.FlatParameters`.
-    """
+    """Raise ValueError, as :class:`FlatParameters`, for parameters that cannot be views of one buffer."""
     if not named:
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
     first_name, first = named[0]

@@ -60,14 +60,14 @@ def _has_node(parameter: Tensor) -> bool:
     return "ddpcore" in second
 
 
-def has_hook_after(parameter: Tensor) -> bool:
-    """Whether the parameter's accumulation node has hooks (``node.register_hook``), which run after all others."""
+def node_hooks(parameter: Tensor, register: str) -> list[Callable[..., Any]]:
+    """The hooks of a parameter's accumulation node; those of ``register_hook`` run after all others."""
     node: Any = get_gradient_edge(parameter).node
     with own_hooks():  # a handle gives all hooks of its kind
-        handle = node.register_hook(lambda *_: None)
-        num = len(handle.hooks_dict_ref())
+        handle = getattr(node, register)(lambda *_: None)
+        hooks = dict(handle.hooks_dict_ref())
         handle.remove()
-    return num > 1
+    return [hook for number, hook in hooks.items() if number != handle.id]
 
 
 def is_compiled_autograd() -> bool:
@@ -102,13 +102,7 @@ def exclude_from_compilation(
 ) -> None:
     """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
 
-    As a decorator, ``torch.compiler.disable`` would import torch's compiler together with the class. That takes as long
-    as importing torch.
-
-    Args:
-        kind: the class or module.
-        names: of its methods or functions.
-        recursive, reason: see ``torch.compiler.disable``.
+    As a decorator it would import torch's compiler with the class, which takes as long as importing torch.
     """
     for name in names:
         setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from ddpcore.parameters.flat import LARGE, FlatParameters
+from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
-
-TRIALS = 3  # measurements of each way to run the learners, for vectorize="measure"
 
 
 class LearnerModels(nn.Module):
@@ -33,11 +30,10 @@ class LearnerModels(nn.Module):
             the bits of a real learner. None chooses vmap for plain models if it makes their step faster
             (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
             normalisations of samples and activations, or of classes that set ``vectorizes = True`` beside
-            their ``forward``. ``"measure"`` times both on the first batch and keeps the faster. Models with hooks or
-            parametrizations always run in turn.
+            their ``forward``. Models with hooks or parametrizations always run in turn.
     """
 
-    def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | str | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | None = None) -> None:
         super().__init__()
         # torch.compile(handle.model) compiles the models that are called here.
         exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
@@ -55,22 +51,19 @@ class LearnerModels(nn.Module):
     @property
     def choice(self) -> str:
         """How the models run, and why: ``together: ...`` or ``in turn: ...``."""
-        if self._wants_vmap and not self._rules.allow(plain_only=self.vectorize is None):
+        if self._wants_vmap and not self.runs_in_vmap():
             return "in turn: models have hooks or differ, or are not known to compute the same in vmap"
         return f"{'together' if self._wants_vmap else 'in turn'}: {self._why}"
 
     def runs_in_vmap(self) -> bool:
-        """Whether a call runs all learners together; for ``"measure"``, whether it may."""
-        wanted = self._wants_vmap or self.vectorize == "measure"
-        return wanted and self._rules.allow(plain_only=self.vectorize is None)
+        """Whether a call runs all learners together."""
+        return self._wants_vmap and self._rules.allow(plain_only=self.vectorize is None)
 
     def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
         """See :meth:`ddpcore.Distributed.split`."""
         num = len(self.models)
-        if self.vectorize != "measure":
-            self._in_vmap = self.runs_in_vmap()
-        if at_once is None:
-            at_once = 1 if self._in_vmap is False else num
+        self._in_vmap = self.runs_in_vmap()
+        at_once = at_once or (num if self._in_vmap else 1)
         try:
             for begin in range(0, num, at_once):
                 self.rows = range(begin, min(begin + at_once, num))
@@ -93,9 +86,6 @@ class LearnerModels(nn.Module):
                     f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners: "
                     "pass [learners, batch, ...], one mini-batch per learner"
                 )
-        if self.vectorize == "measure":
-            allowed = self._rules.allow(plain_only=False)
-            self.vectorize = self._wants_vmap = allowed and self._is_faster_vectorized(inputs, named_inputs)
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
@@ -137,7 +127,7 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
-        """Let autograd refuse a backward pass that needs weights which the program has changed in place meanwhile.
+        """Let autograd refuse a backward pass after the program has changed weights in place.
 
         The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
         """
@@ -172,40 +162,6 @@ class LearnerModels(nn.Module):
             for values in zip(*(found for found, _ in flattened), strict=True)
         ]
         return tree_unflatten(leaves, flattened[0][1])
-
-    def _is_faster_vectorized(self, inputs: Any, named_inputs: Any) -> bool:
-        """Time both ways, with the copies of gradients to the flat buffer; random numbers and buffers do not change."""
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        flat, device = self._flat, self._flat.param_LP.device
-        buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        places = flat.views_of(torch.empty_like(flat.param_LP))
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-                for _ in range(1 + TRIALS):  # the first is a warm-up
-                    for together, run in ((True, self._together), (False, self._in_turn)):
-                        start = time.perf_counter()
-                        try:
-                            outputs = [x for x in tree_leaves(run(inputs, named_inputs)) if isinstance(x, Tensor)]
-                            total = torch.stack([output.float().sum() for output in outputs]).sum()
-                            found = torch.autograd.grad(total, flat.parameters, allow_unused=True)
-                        except RuntimeError:
-                            if not together:
-                                raise
-                            self._why = "vmap cannot run the models"
-                            return False
-                        pairs = zip(places, found, strict=True)
-                        copied = [(x, g) for x, g in pairs if g is not None and (together or g.numel() < LARGE)]
-                        for place, gradient in copied:
-                            place.copy_(gradient)
-                        if device.type == "cuda":
-                            torch.cuda.synchronize()
-                        seconds[together].append(time.perf_counter() - start)
-        finally:
-            for buffer, value in buffers:
-                buffer.data.copy_(value)
-        vmap, turn = (1000 * min(seconds[way][1:]) for way in (True, False))
-        self._why = f"measured {vmap:.2f} ms in vmap, {turn:.2f} ms in turn, forward and backward"
-        return vmap < turn
 
 
 def _row_of(tensor: Tensor, row: int) -> Tensor:

@@ -34,13 +34,7 @@ class Shards:
     """This rank's part of one learner, all of whose parameters are DTensors.
 
     FSDP2 owns the memory of its shards and gathers the weights of a layer from it. So :meth:`move` tells FSDP2 where a
-    shard lies, together with the padding that FSDP2 sends.
-
-    Args:
-        model: such a model.
-
-    Attributes:
-        mesh: the largest mesh of its parameters, which has all ranks of the learner.
+    shard lies, together with the padding that FSDP2 sends. ``mesh`` has all ranks of the learner.
     """
 
     def __init__(self, model: nn.Module) -> None:

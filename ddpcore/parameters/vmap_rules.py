@@ -44,12 +44,7 @@ def choice_by_shape(flat: FlatParameters) -> tuple[bool, str]:
 
 
 class VmapRules:
-    """Knows the modules of all learners' models. It reads them again when one of them has changed.
-
-    Args:
-        models: one per learner.
-        flat: their parameters.
-    """
+    """Knows the modules of all learners' models. It reads them again when one of them has changed."""
 
     def __init__(self, models: Iterable[nn.Module], flat: FlatParameters) -> None:
         self._models, self._flat = list(models), flat
@@ -80,8 +75,7 @@ class VmapRules:
     def allow(self, *, plain_only: bool) -> bool:
         """Whether all models compute alike, with the rows as parameters and without hooks and parametrizations.
 
-        Args:
-            plain_only: whether their classes must be known to compute the same in vmap, and all their attributes alike.
+        With ``plain_only`` their classes must be known to compute the same in vmap, and all their attributes alike.
         """
         if not self._is_known():
             self._read()
@@ -91,12 +85,8 @@ class VmapRules:
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
             return False  # the program has set parameter.data for this pass
-        return self._plain or (not plain_only and all(_same(*pair) for pair in self._loose_values()))
-
-    def _loose_values(self) -> Iterator[tuple[Any, Any]]:
-        """Values of attributes, such as lists and tensors, of the first learner and of another."""
-        for first, other, name in self._loose:
-            yield vars(first).get(name), vars(other).get(name)
+        loose = ((vars(first).get(name), vars(other).get(name)) for first, other, name in self._loose)
+        return self._plain or (not plain_only and all(_same(*pair) for pair in loose))
 
     def _is_known(self) -> bool:
         """Whether nothing has changed. It runs before each forward pass, so it has no loop in Python over modules."""
@@ -122,14 +112,12 @@ class VmapRules:
         self._members = _members_of(attributes)
         self._num_hooks = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
-        self._alike = all(len(own) == len(modules[0]) for own in modules) and self._have_rows()
         first = modules[0]
-        if self._alike:
-            self._alike = all(map(_computes_alike, first * len(modules), self._modules))
-        self._plain = (
-            self._alike and all(map(_vectorizes, first)) and all(map(_has_equal, first * len(modules), self._modules))
-        )
+        self._alike = all(len(own) == len(first) for own in modules) and self._have_rows()
         pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
+        self._alike = self._alike and all(_computes_alike(*pair) for pair in pairs)
+        pairs = pairs if self._alike else []
+        self._plain = self._alike and all(map(_vectorizes, first)) and all(_has_equal(*pair) for pair in pairs)
         self._loose = [(one, other, name) for one, other in pairs for name in _public(one) if one is not other]
         self._loose = [loose for loose in self._loose if not _decides(*(vars(m)[loose[2]] for m in loose[:2]))]
         self._getters = [itemgetter("training", *_public(module)) for module in first] if self._alike else []
@@ -171,8 +159,7 @@ def _computes_alike(first: nn.Module, other: nn.Module) -> bool:
         return False
     names = _public(first)
     return names == _public(other) and all(
-        own[name] is its[name] or _is_equal_value(own[name], its[name]) or not _decides(own[name], its[name])
-        for name in names
+        _is_equal_value(own[name], its[name]) or not _decides(own[name], its[name]) for name in names
     )
 
 
@@ -182,12 +169,12 @@ def _decides(*values: Any) -> bool:
 
 
 def _is_equal_value(one: Any, other: Any) -> bool:
-    return isinstance(one, _VALUES) and type(one) is type(other) and bool(one == other)
+    return one is other or (isinstance(one, _VALUES) and type(one) is type(other) and bool(one == other))
 
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values, each of another learner, are known to be equal."""
-    if one is other or _is_equal_value(one, other):
+    if _is_equal_value(one, other):
         return True
     if type(one) is not type(other):
         return False
@@ -202,8 +189,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _has_equal(first: nn.Module, other: nn.Module) -> bool:
     """Whether all attributes of two modules are known to be equal."""
-    own, its = vars(first), vars(other)
-    return all(own[name] is its[name] or _is_equal_value(own[name], its[name]) for name in _public(first))
+    return all(_is_equal_value(vars(first)[name], vars(other)[name]) for name in _public(first))
 
 
 def _vectorizes(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -89,7 +90,7 @@ def variables(names: Sequence[str]) -> dict[str, str | None]:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return len(os.sched_getaffinity(0))
 
 
 def threads_per_rank(local_world_size: int) -> int:
@@ -101,15 +102,6 @@ def check_timeout(seconds: float) -> None:
     """Raise ValueError unless ranks can wait for so long."""
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"timeout is {seconds:g}: it must be above 0 and at most {MOST_SECONDS:.0f} seconds")
-
-
-class _Job(NamedTuple):
-    """What every rank runs; the fields are arguments of :func:`run`."""
-
-    worker: Callable[..., None]
-    args: tuple[Any, ...]
-    backend: str
-    timeout: float
 
 
 class _Rank(NamedTuple):
@@ -167,7 +159,7 @@ def run(
         ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
     """
     check_timeout(timeout)
-    joined, job = torchrun_world(), _Job(worker, args, backend, timeout)
+    joined, run_rank = torchrun_world(), partial(_run_rank, worker, args, backend, timeout)
     if backend == "virtual":
         if joined is not None and joined.world_size > 1:
             raise UsageError("virtual learners live in one process: run without torchrun, or use --backend gloo")
@@ -176,27 +168,29 @@ def run(
         if joined.world_size != world_size:
             raise UsageError(f"torchrun started {joined.world_size} ranks, not {world_size}: leave --world-size out")
         end_with_torchrun()
-        _run_rank(job, joined)
+        run_rank(joined)
     else:
-        _start(job, world_size, on_failure, forks)
+        _start(run_rank, world_size, on_failure, forks)
 
 
-def _run_rank(job: _Job, world: World, **store: Any) -> None:
+def _run_rank(
+    worker: Callable[..., None], args: tuple[Any, ...], backend: str, timeout: float, world: World, **store: Any
+) -> None:
     """Join the process group, by the store if there is one, else by torchrun's, and call the worker."""
     torch.set_num_threads(threads_per_rank(world.local_world_size))
-    if job.backend == "nccl":
+    if backend == "nccl":
         torch.cuda.set_device(world.local_rank)
-    if job.backend == "none":
-        job.worker(world, *job.args)
+    if backend == "none":
+        worker(world, *args)
         return
-    dist.init_process_group(job.backend, timeout=timedelta(seconds=max(job.timeout, START_SECONDS)), **store)
+    dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, START_SECONDS)), **store)
     assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(timedelta(seconds=job.timeout))
-    job.worker(world, *job.args)
+    dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
+    worker(world, *args)
     dist.destroy_process_group()  # not after a failure: other ranks would fail before this one reports its error
 
 
-def _start(job: _Job, world_size: int, on_failure: str, forks: bool) -> None:
+def _start(run_rank: Callable[..., None], world_size: int, on_failure: str, forks: bool) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
     store = dist.TCPStore(
         LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -210,7 +204,7 @@ def _start(job: _Job, world_size: int, on_failure: str, forks: bool) -> None:
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             world = World(rank, world_size, rank, world_size)
-            process = context.Process(target=_child, args=(job, world, store.port, send))
+            process = context.Process(target=_child, args=(run_rank, world, store.port, send))
             process.start()
             send.close()
             ranks.append(_Rank(process, receive))
@@ -230,16 +224,15 @@ def _start(job: _Job, world_size: int, on_failure: str, forks: bool) -> None:
         _end(ranks)
 
 
-def _child(job: _Job, world: World, port: int, report: Connection) -> None:
+def _child(run_rank: Callable[..., None], world: World, port: int, report: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C signals the whole process group; the parent forwards it
     if (parent := multiprocessing.parent_process()) is not None:
         _end_after(parent.join)
-    if sys.platform == "linux":  # else they listen on the address of the machine's name, or of a network card
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    for library in ("GLOO", "NCCL"):  # else they listen on the address of the machine's name, or of a network card
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-        _run_rank(job, world, store=store, rank=world.rank, world_size=world.world_size)
+        run_rank(world, store=store, rank=world.rank, world_size=world.world_size)
         code = 0
     except BaseException as error:
         stopped = isinstance(error, Stopped)
@@ -268,13 +261,9 @@ def _end_after(wait_for: Callable[[], None], words: bytes = b"") -> None:
 
 
 def end_with_torchrun() -> None:
-    """End this process soon after torchrun's agent, which started it, has died, even by SIGKILL.
+    """End a process of torchrun soon after its agent has died, even by SIGKILL. UsageError: it has died already.
 
-    Without this, the ranks of the dead agent would train on beside the ranks of the next one. Does nothing in a process
-    that torchrun did not start.
-
-    Raises:
-        UsageError: the agent has died already.
+    Without this, the ranks of the dead agent would train on beside the ranks of the next one.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _watching.is_set():
         return
@@ -301,10 +290,7 @@ def check_agents() -> None:
 
 
 def _wait(ranks: Sequence[_Rank], on_failure: str) -> None:
-    """Wait for all ranks. Raise RankFailed as soon as one fails, and Stopped after all have stopped.
-
-    With ``shrink``, raise RankFailed only if no rank has finished.
-    """
+    """Wait for all ranks. Raise RankFailed as soon as one fails (``shrink``: if all do); Stopped after all stopped."""
     running = dict(enumerate(ranks))
     cause: Exception | None = None
     while running and (cause is None or isinstance(cause, Stopped)):  # ranks that stop get time to save their work

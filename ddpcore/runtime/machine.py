@@ -69,16 +69,15 @@ def _commit() -> str | None:
 def keep_freed_memory() -> bool:
     """Keep the memory of freed tensors in this process, whose size then stays near its peak.
 
-    glibc maps new memory for each tensor of more than 32 MiB and unmaps it when the tensor is freed, and the system
-    zeroes each page at the first access. With batches of some thousand images this is half of the time of a training
-    step on a CPU. torch's CUDA allocator already keeps freed memory.
+    glibc unmaps each freed tensor of more than 32 MiB, and the system zeroes the pages of the next one. With batches of
+    some thousand images this is half of the time of a training step on a CPU.
 
     Returns:
         Whether the C library is glibc; with another one nothing changes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
+    except (OSError, AttributeError):
         return False
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES}
     return all(mallopt(name, value) == 1 for name, value in settings.items())

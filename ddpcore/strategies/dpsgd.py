@@ -308,7 +308,7 @@ class DPSGD(GradientAverages):
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
         mixing = self._mixing(learner, step)
         if in_place and self.group == 1:
-            exchange = learner.comm.exchange_in_place(rows, mixing, step)
+            exchange = learner.comm.exchange(rows, mixing, step, in_place=True)
         else:
             exchange = exchange_columns(learner.comm, rows, mixing, self.group, step)
         self._under_way.append(_Pending(exchange, rows, published))

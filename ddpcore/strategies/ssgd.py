@@ -79,7 +79,7 @@ class GradientAverages(Strategy):
         if is_first:
             self._shares = shares_of(self.name, self.weights, learner, own_samples(learner), size)
         scale_(columns, self._shares, learner)
-        self._works.append(comm.average_(columns, step) if size == ALL else comm.average_groups_(columns, size, step))
+        self._works.append(comm.average_(columns, step, None if size == ALL else size))
 
     bucket_ready.only_averages = True  # type: ignore[attr-defined]
 

@@ -143,7 +143,7 @@ def _one_thread() -> Iterator[None]:
 class _Watched(SmallRun):
     """Counts what virtual learners send, and the checks of what they send. Keeps their gradients of each step."""
 
-    _SENDS = ("average_", "average_groups_", "mix_", "exchange", "exchange_in_place", "live")
+    _SENDS = ("average_", "mix_", "exchange", "live")
 
     num_sent, num_checks = 0, 0
 

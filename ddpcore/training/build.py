@@ -274,7 +274,7 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
         _build_optimizer(config, build_model(config, dataset, torch.device("meta")), schedule)
     strategy, policies = config.make_strategy(), Policies(**config.strategy.policies)
     if isinstance(strategy, Strategy):
-        policies.check(strategy, None)
+        policies.check(strategy)
         strategy.setup(config.strategy.learners, torch.float32)
         strategy.check_run(total_steps(config, batches))
     elif policies != Policies():

@@ -60,8 +60,8 @@ class StepRecorder:
 
     def _counts(self) -> tuple[float, ...]:
         """Seconds so far: exposed, forward, backward, overlapped."""
-        spans, phases = self._trainer.handle.spans, self._trainer.handle.phases
-        return phases.waited, phases.forward, phases.backward, 0.0 if spans is None else spans.overlapped
+        phases = self._trainer.handle.phases
+        return phases.waited, phases.forward, phases.backward, phases.overlapped
 
     def add(self, losses_L: Tensor) -> None:
         """Note the step that has just ended. Losses stay on the device until :meth:`flush`."""
@@ -70,7 +70,7 @@ class StepRecorder:
         seconds = time.perf_counter() - self._began
         handle, batches = self._trainer.handle, self._trainer.batches
         counts = [new - old for new, old in zip(self._counts(), self._before, strict=True)]
-        exposed = None if handle.spans is None and handle.comm.num_learners == 1 else counts[0]
+        exposed = None if handle.learner is None and handle.comm.num_learners == 1 else counts[0]
         is_alone = 1 < len(handle.comm.learners) == handle.comm.num_learners
         line = {
             "step": self._trainer.num_steps,
@@ -81,7 +81,7 @@ class StepRecorder:
             "exposed": exposed,
             "forward": counts[1],
             "backward": counts[2],
-            "overlapped": None if handle.spans is None else counts[3],
+            "overlapped": None if handle.learner is None else counts[3],
             "waits": {rank: total - self._waited.get(rank, 0.0) for rank, total in handle.comm.waited.items()},
             "consensus_distance": handle.consensus_distance() if is_alone else None,
         }

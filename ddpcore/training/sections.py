@@ -287,8 +287,6 @@ class StrategyConfig(Section):
         super().__post_init__()
         check_keys("strategy.policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
-        if self.policies.get("scaler", "keep") != "keep":
-            raise ValueError("strategy.policies has a scaler: bf16 and fp32 need none, leave it out")
         if self.link is not None and self.learners == 1:
             raise ValueError(
                 f"strategy.link is {self.link!r} and learners is 1: one learner sends nothing, leave it out"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddpcore import RandomPair, Topology
 from ddpcore.bench.step_model import Compute, Step, Transfer, predict
 from ddpcore.comm import Communicator, Link, LinkedCommunicator, VirtualCommunicator, Work
-from ddpcore.comm.base import Done, Exchange
+from ddpcore.comm.base import Exchange
 
 N, PARAMETERS = 4, 30_846_720
 PERIODS = (1, 8, 32, 128)
@@ -40,10 +40,10 @@ class Rank(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         raise NotImplementedError
 
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        return Done()
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        return Work()
 
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         self.bytes_sent += len(topology.round(step, 0, N).destinations) * weights_LP.nbytes
         return VirtualCommunicator(1).exchange(weights_LP, topology, step)
 

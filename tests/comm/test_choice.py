@@ -67,12 +67,6 @@ def test_auto_transport(world_size: int, device: str, num_hosts: int, transport:
     assert why in choice.reason
 
 
-def test_auto_transport_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    for num_hosts in (1, 2):
-        assert choose_transport("auto", world_size=4, device="cpu", num_hosts=num_hosts).name == "pg"
-
-
 def test_ranks_that_may_die_are_not_connected_in_two_ways() -> None:
     choice = choose_transport("auto", world_size=4, device="cpu", num_hosts=2, may_die=True)
     assert choice == Transport("pg", "ranks on 2 hosts, which may die")

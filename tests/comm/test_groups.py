@@ -45,7 +45,7 @@ def test_virtual_learners(size: int, num_groups: int) -> None:
     expected[:, helper.COLUMNS] = (
         rows.view(num_groups, size, -1).mean(dim=1).repeat_interleave(size, dim=0)[:, helper.COLUMNS]
     )
-    comm.average_groups_(rows[:, helper.COLUMNS], size).wait()
+    comm.average_(rows[:, helper.COLUMNS], size=size).wait()
     torch.testing.assert_close(rows, expected, rtol=1e-14, atol=1e-14)
     assert torch.equal(rows[:, :3], expected[:, :3])
     assert comm.bytes_sent == 8 * 37 * (size - 1)
@@ -61,7 +61,7 @@ def test_ranks_have_the_bits_of_virtual_learners(
     expected = helper.rows_of(comm.learners, dtype)
     before = expected.clone()
     columns = expected[:, helper.COLUMNS] if is_partial(name, place) else expected
-    comm.average_groups_(columns, size).wait()
+    comm.average_(columns, size=size).wait()
     assert not torch.equal(before, expected)
     is_narrow = dtype is torch.bfloat16 and name != "grid"  # added by ascending rank
     if way == "reduced" and size > 2 and name in ("pg", "mixed", "grid") and not is_narrow:
@@ -119,5 +119,5 @@ def test_learners_that_may_die_have_no_groups() -> None:
 def test_virtual_learners_send_what_a_reduction_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reductions, "GATHER_BYTES", 0)
     comm = VirtualCommunicator(6)
-    comm.average_groups_(torch.zeros(6, 30), 3).wait()
+    comm.average_(torch.zeros(6, 30), size=3).wait()
     assert comm.bytes_sent == 2 * 2 * 120 // 3

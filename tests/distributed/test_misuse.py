@@ -175,7 +175,6 @@ def test_handles_are_freed(make_strategy: Any) -> None:
         (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Hypercube())), {}, "power of two"),
         (lambda: ddpcore.PushSum(ddpcore.Hypercube()), {}, "power of two"),
         (ddpcore.SSGD, {"policies": ddpcore.Policies(momentum="gossip")}, "gossip needs neighbours"),
-        (ddpcore.SSGD, {"policies": ddpcore.Policies(scaler="average")}, "needs the scaler"),
         (ddpcore.SSGD, {"vectorize": "fast"}, "unknown vectorize"),
         (
             ddpcore.SSGD,
@@ -224,7 +223,7 @@ def test_baselines_refuse_options(options: dict[str, Any], make_baseline: Any) -
 
 def test_ranks_take_no_vectorize() -> None:
     model = net()
-    for vectorize in ("nonsense", "measure", True, False):
+    for vectorize in ("nonsense", True, False):
         with pytest.raises(ValueError, match="vectorize= is for virtual learners"):
             ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), vectorize=vectorize)
 

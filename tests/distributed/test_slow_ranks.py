@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.distributed.slow import PHASES, slow_ranks
+from ddpcore.distributed.phases import PHASES, slow_ranks
 from helpers import ranks
 from helpers.each import each
 from helpers.slow_ranks import MAKERS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.distributed.spans import Spans
+from ddpcore.distributed.phases import PhaseClock
 
 CALLS = [  # name, beginning and end in seconds, bytes sent in the call
     ("before_forward", 1.0, 1.5, 0),
@@ -24,7 +24,7 @@ CALLS = [  # name, beginning and end in seconds, bytes sent in the call
 def test_exposed_and_overlapped_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlapped: from 3.25 to 6.0 without the second bucket's 0.25."""
     comm: Any = SimpleNamespace(bytes_sent=0, learners=range(1), num_learners=2)
-    spans, now = Spans(comm), [0.0]
+    spans, now = PhaseClock(comm), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for name, began, ended, sent in CALLS:
         now[0] = began
@@ -40,7 +40,7 @@ def test_exposed_and_overlapped_seconds(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_inside_one_process_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
     comm: Any = SimpleNamespace(bytes_sent=0, learners=range(2), num_learners=2)
-    spans = Spans(comm)
+    spans = PhaseClock(comm)
     with spans("before_forward"):
         comm.bytes_sent += 8
     with spans("before_step"):

@@ -1,4 +1,4 @@
-"""Policies for momentum, batch normalisation, scaler and random numbers when learners average."""
+"""Policies for momentum, batch normalisation and random numbers when learners average."""
 
 from __future__ import annotations
 
@@ -118,47 +118,38 @@ def test_policies_act_while_post_local_sgd_is_synchronous() -> None:
         assert torch.allclose(mean[0], mean[1]) == (count <= 3 or count in (5, 7)), count
 
 
-@pytest.mark.parametrize("name", ["momentum", "batch_norm", "rng", "scaler"])
+@pytest.mark.parametrize("name", ["momentum", "batch_norm", "rng"])
 def test_a_resumed_run_resets_to_the_beginning_of_the_first(name: str) -> None:
     """Bit for bit, although the second process has another model and seed."""
 
-    def begin(seed: int) -> tuple[Any, Any, Any, Any]:
+    def begin(seed: int) -> tuple[Any, Any, Any]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
         model[1].running_mean.fill_(float(seed))
         optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
-        handle = ddpcore.distribute(
-            model,
-            optimizer,
-            LocalSGD(2),
-            learners=2,
-            vectorize=False,
-            policies=Policies(**{name: "reset"}),
-            scaler=scaler,
-        )
-        return model, optimizer, handle, scaler
+        policies = Policies(**{name: "reset"})
+        handle = ddpcore.distribute(model, optimizer, LocalSGD(2), learners=2, vectorize=False, policies=policies)
+        return model, optimizer, handle
 
     def train(steps: range) -> None:
         for seed in steps:
             optimizer.zero_grad()
             inputs = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(seed))
-            scaler.scale(handle.model(inputs).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            handle.model(inputs).square().sum().backward()
+            optimizer.step()
 
-    model, optimizer, handle, scaler = begin(3)
+    model, optimizer, handle = begin(3)
     train(range(3))
-    saved = copy.deepcopy([one.state_dict() for one in (model, optimizer, handle, scaler)])
+    saved = copy.deepcopy([one.state_dict() for one in (model, optimizer, handle)])
     rng = torch.get_rng_state()
     train(range(3, 7))
-    ends = [*map(torch.clone, handle.model.state_dict().values()), torch.rand(1), torch.tensor(scaler.get_scale())]
-    model, optimizer, handle, scaler = begin(4)
-    for one, state in zip((model, optimizer, handle, scaler), saved, strict=True):
+    ends = [*map(torch.clone, handle.model.state_dict().values()), torch.rand(1)]
+    model, optimizer, handle = begin(4)
+    for one, state in zip((model, optimizer, handle), saved, strict=True):
         one.load_state_dict(state)
     torch.set_rng_state(rng)
     train(range(3, 7))
-    found = [*handle.model.state_dict().values(), torch.rand(1), torch.tensor(scaler.get_scale())]
+    found = [*handle.model.state_dict().values(), torch.rand(1)]
     assert all(map(torch.equal, found, ends))
 
 
@@ -189,23 +180,6 @@ def test_rng() -> None:
     assert draws["reset", 1] == draws["reset", 2]  # both runs were made with seed 3
 
 
-def test_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    torch.manual_seed(3)
-    model = nn.Linear(5, 3)
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(
-        model, optimizer, DPSGD(Ring()), learners=2, policies=Policies(scaler="reset"), scaler=scaler
-    )
-    for _ in range(2):  # the loop in torch's documentation
-        optimizer.zero_grad()
-        scaler.scale(handle.model(torch.ones(2, 4, 5)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 512.0
-        scaler.update(8.0)
-
-
 def test_resetting_nothing_is_no_error() -> None:
     model = nn.Linear(5, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -220,7 +194,6 @@ def test_resetting_nothing_is_no_error() -> None:
     [
         ({"momentum": "mean"}, r"policy momentum is 'mean': choose from keep, gossip, average, reset"),
         ({"rng": "average"}, r"policy rng is 'average': choose from keep, reset"),
-        ({"scaler": "gossip"}, r"policy scaler is 'gossip': choose from keep, average, reset"),
     ],
 )
 def test_policies_that_make_no_sense(options: dict[str, str], message: str) -> None:
@@ -234,8 +207,6 @@ def test_what_a_policy_needs() -> None:
     for kind in ("momentum", "batch_norm"):
         with pytest.raises(ValueError, match="push_sum does not train the mean of its weights: take average"):
             make(PushSum(Ring()), Policies(**{kind: "gossip"}))
-    with pytest.raises(ValueError, match=r"pass distribute\(..., scaler=\)"):
-        make(SSGD(), Policies(scaler="average"))
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="single does not use these options: leave policies= out"):
         ddpcore.distribute(

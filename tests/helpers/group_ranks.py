@@ -49,7 +49,7 @@ def averages(comm: Communicator, sizes: tuple[int, ...]) -> dict[Any, tuple[Tens
                     if place == "allocated":
                         rows = comm.allocate(rows.shape, dtype, torch.device("cpu")).copy_(rows)
                     columns = rows[:, COLUMNS] if place == "allocated" or len(rows) > 1 else rows
-                    comm.average_groups_(columns, size, 3).wait()
+                    comm.average_(columns, 3, size).wait()
                     seen[size, dtype, way, place] = rows.clone(), comm.bytes_sent - sent
     reductions.GATHER_BYTES = gather_bytes
     return seen
@@ -67,9 +67,9 @@ def alone(comm: Communicator, rank: int, store: dist.Store, name: str) -> None:
             if work is not None:
                 work.wait()
         for _ in range(AHEAD):
-            comm.average_groups_(group.fill_(rank), 2).wait()
+            comm.average_(group.fill_(rank), size=2).wait()
         private = torch.full((1, 8), float(rank))
-        comm.average_groups_(private, 2).wait()
+        comm.average_(private, size=2).wait()
         assert group.tolist() == private.tolist() == [[rank // 2 * 2 + 0.5] * 8]
         if rank == 0:
             store.set(f"{name} {turn}", "ready")
@@ -87,7 +87,7 @@ def in_a_part_of_the_world(rank: int) -> list[float]:
             comm = ProcessGroupCommunicator(group)
             comm.form_groups(size)
             rows = torch.full((1, 4), float(rank))
-            comm.average_groups_(rows, size).wait()
+            comm.average_(rows, size=size).wait()
             seen.append(rows[0, 0].item())
     return seen
 

@@ -24,7 +24,7 @@ def exchanges_in_place(rank: int) -> None:
     weights = torch.randn(1, P)
     copies, places = weights.clone(), set()
     for step in range(8):
-        exchange = comm.exchange_in_place(weights, ddpcore.Ring(), step)
+        exchange = comm.exchange(weights, ddpcore.Ring(), step, in_place=True)
         if step == 3:
             exchange.abandon()  # the weights stay in their buffer
             weights += 1

@@ -102,7 +102,7 @@ def grouped(rank: int) -> tuple[list[float], int]:
     comm = ddpcore.comm.connect(dist.group.WORLD, torch.device("cpu"))
     comm.form_groups(2)
     rows = torch.full((1, 100), float(rank))
-    comm.average_groups_(rows, 2).wait()
+    comm.average_(rows, size=2).wait()
     return rows.unique().tolist(), comm.bytes_by_group
 
 
@@ -121,7 +121,7 @@ def in_place(rank: int) -> tuple[bool, list[float]]:
     comm = MixedCommunicator(None, hosts)
     weights, moves, seen = torch.full((1, 100), float(rank)), [], []
     for step in range(3):
-        mixture = comm.exchange_in_place(weights, ddpcore.Ring(), step).mixture()
+        mixture = comm.exchange(weights, ddpcore.Ring(), step, in_place=True).mixture()
         assert isinstance(mixture, Mixture)
         moves.append(mixture.out is not None and mixture.out.data_ptr() != weights.data_ptr())
         mixture.apply_(weights)

@@ -138,7 +138,7 @@ class SaysLargerGroups(LocalSGD):
         return replace(super().plan(step), gradients=4)
 
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        self._works.append(learner.comm.average_groups_(columns, 2, learner.step))
+        self._works.append(learner.comm.average_(columns, learner.step, 2))
 
 
 class KnowsItsRank(MeanOfWeights):

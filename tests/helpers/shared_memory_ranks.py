@@ -138,7 +138,7 @@ class OneWay(ddpcore.Topology):
         return 1
 
 
-def reads_slowly(rank: int, call: str) -> None:
+def reads_slowly(rank: int, in_place: bool) -> None:
     """What rank 1 was handed stays as it was until it comes again, while rank 0 runs ahead as far as it may.
 
     Also if weights are exchanged in place.
@@ -146,7 +146,7 @@ def reads_slowly(rank: int, call: str) -> None:
     comm, weights, seen = connect(), torch.zeros(1, P), []
     for step in range(6):
         weights.fill_(float(step))
-        mixture = getattr(comm, call)(weights, OneWay(), step).mixture()
+        mixture = comm.exchange(weights, OneWay(), step, in_place=in_place).mixture()
         if rank == 1:
             time.sleep(0.1)
             seen.append(mixture.peers[0].unique().tolist())
@@ -302,7 +302,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     (leaves, 3),
     (stays_away, 3),
     (is_slow, 3),
-    *((reads_slowly, 2, call) for call in ("exchange", "exchange_in_place")),
+    *((reads_slowly, 2, in_place) for in_place in (False, True)),
     *((exchanges_in_place, world_size) for world_size in (2, 3, 4)),
     (misses_a_gradient, 3),
     (freezes_and_saves, 2),

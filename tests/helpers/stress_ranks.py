@@ -52,8 +52,7 @@ def operate(comms: Sequence[Communicator], rank: int, number: int) -> tuple[str,
         comm.mix_(rows, topology, number)
         virtual.mix_(all_rows, topology, number)
     else:
-        exchange = comm.exchange_in_place if name == "in_place" and is_shared else comm.exchange
-        mixture = exchange(rows, topology, number).mixture()
+        mixture = comm.exchange(rows, topology, number, in_place=name == "in_place" and is_shared).mixture()
         mixture.apply_(rows)
         rows = rows if getattr(mixture, "out", None) is None else mixture.out[None]  # others still read these rows
         virtual.exchange(all_rows, topology, number).mixture().apply_(all_rows)

@@ -90,7 +90,4 @@ def test_lstm_layers_run_in_turn() -> None:
     """Also with ``vectorize=True``: they keep a list of their weights, which vmap would take from learner 0."""
     inputs = batches("speech_lstm")
     outputs = together_of(learners_of("speech_lstm"), vectorize=None)(inputs)
-    measured = together_of(learners_of("speech_lstm"), vectorize="measure")
-    measured(inputs)
-    assert measured.vectorize is False
     assert torch.equal(together_of(learners_of("speech_lstm"), vectorize=True)(inputs), outputs)

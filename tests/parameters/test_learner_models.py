@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.parameters import learner_models
 from ddpcore.parameters.copies import copies_of
-from ddpcore.parameters.learner_models import LearnerModels
 from helpers.learner_models import Scaled, learners
 
 
@@ -229,50 +226,6 @@ def test_dropout_differs_between_learners() -> None:
         together = learners(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
         outputs = together(torch.ones(2, 1, 4))
         assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
-
-
-def test_the_faster_way_is_found_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, gradients, buffers and random numbers do not change."""
-    measure = LearnerModels._is_faster_vectorized
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
-    seen = []
-    for vectorize in ("measure", False):
-        together = learners(copy.deepcopy(model), 3, vectorize)
-        if vectorize == "measure":
-            monkeypatch.setattr(LearnerModels, "_is_faster_vectorized", lambda *args: measure(*args) and False)
-        torch.manual_seed(5)
-        together(torch.ones(3, 6, 4)).square().sum().backward()
-        gradients = [parameter.grad for parameter in together.parameters()]
-        seen.append([*gradients, *(buffer.clone() for buffer in together.buffers()), torch.rand(3)])
-        assert together.vectorize is False
-    for one, other in zip(*seen, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("faster", ["together", "in turn"])
-def test_measuring_keeps_the_faster_way(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of the test: one way takes a second a call, the other two. Both first calls take longer."""
-    now: list[float] = [0.0]
-    ran: list[str] = []
-    monkeypatch.setattr(learner_models.time, "perf_counter", lambda: now[0])
-
-    def timed(way: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            now[0] += (1.0 if way == faster else 2.0) if way in ran else 10.0
-            ran.append(way)
-            return run(*args)
-
-        return call
-
-    for way, name in (("together", "_together"), ("in turn", "_in_turn")):
-        monkeypatch.setattr(LearnerModels, name, timed(way, getattr(LearnerModels, name)))
-    models = learners(nn.Linear(4, 2), 3, "measure")
-    for _ in range(2):
-        models(torch.ones(3, 1, 4))
-    assert models.vectorize is (faster == "together")
-    assert models.choice.startswith(f"{faster}: measured "), "the choice says what was measured"
-    measured = ["together", "in turn"] * (1 + learner_models.TRIALS)
-    assert ran == [*measured, faster, faster], "only the first call measures"
 
 
 def test_copies_share_what_is_tied() -> None:

@@ -174,7 +174,6 @@ def with_epochs(name: str, table: Any) -> Any:
         ({"strategy": {"topology": "rnig"}}, "unknown topology 'rnig': did you mean 'ring'?"),
         ({"strategy": {"policies": {"momentum": "share"}}}, "policy momentum is 'share'"),
         ({"strategy": {"policies": {"momentun": "keep"}}}, "policies has no 'momentun': did you mean 'momentum'?"),
-        ({"strategy": {"policies": {"scaler": "average"}}}, "bf16 and fp32 need none"),
     ],
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:

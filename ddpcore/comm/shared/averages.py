@@ -10,9 +10,9 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch import Tensor
-from typing_extensions import override
 
 from ddpcore.comm.base import Work
 from ddpcore.comm.reductions import average_share_
@@ -22,15 +22,16 @@ from ddpcore.comm.shared.memory import Memory
 _SLICE_SECONDS = 0.01  # the thread of a rank looks this often whether it must end
 
 
-class Averages:
-    """Averages among some ranks, in the order in which they begin. No other rank takes part.
+class _Begun(NamedTuple):
+    number: int
+    columns: list[Tensor]
 
-    Args:
-        coordinator: of these ranks; other operations of theirs may use it too.
-        memory: the shared memory.
-        ranks: their numbers, ascending.
-        in_thread: whether a thread of this rank computes each average as soon as all ranks have begun it. Else the rank
-            computes it when it waits for it. The bits are the same.
+
+class Averages:
+    """Averages among some ranks, ascending, in the order in which they begin. No other rank takes part.
+
+    ``in_thread``: a thread of this rank computes each average as soon as all ranks have begun it. Else the rank
+    computes it when it waits for it. The bits are the same.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Averages:
     ) -> None:
         self.coordinator, self.ranks = coordinator, ranks
         self._memory = memory
-        self._pending: deque[_Average] = deque()
+        self._pending: deque[_Begun] = deque()
         self._lock = threading.Lock()  # who holds it computes
         self._begun = threading.Semaphore(0)
         if in_thread:
@@ -51,16 +52,16 @@ class Averages:
     def begin(self, text: str, columns: list[Tensor]) -> Work:
         """Begin to average the columns ``[P]`` of each rank, added in ascending order. ``text`` describes them."""
         try:  # not len(): the thread may complete averages meanwhile
-            oldest: _Average | None = self._pending[-NUM_TEXTS // 2]
+            oldest: _Begun | None = self._pending[-NUM_TEXTS // 2]
         except IndexError:
             oldest = None
         if oldest is not None:  # the others must still be able to read its text
             self.complete(oldest.number)
         self._memory.publish()
-        work = _Average(self, self.coordinator.arrive(text), columns)
-        self._pending.append(work)
+        number = self.coordinator.arrive(text)
+        self._pending.append(_Begun(number, columns))
         self._begun.release()
-        return work
+        return Work(lambda: self.complete(number))
 
     def share_(self, columns: list[Tensor]) -> None:
         """Average this rank's share of the columns ``[P]`` of each rank."""
@@ -108,15 +109,6 @@ class Averages:
                         what = f"{type(error).__name__} ({why})" if why else type(error).__name__
                         coordinator.fail(f"rank {coordinator.rank} was stopped in the middle of an average by {what}")
                     raise
-
-
-class _Average(Work):
-    def __init__(self, averages: Averages, number: int, columns: list[Tensor]) -> None:
-        self._averages, self.number, self.columns = averages, number, columns
-
-    @override
-    def wait(self) -> None:
-        self._averages.complete(self.number)
 
 
 def _compute(reference: weakref.ref[Averages], begun: threading.Semaphore, is_closed: threading.Event) -> None:

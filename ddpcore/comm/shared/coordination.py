@@ -59,8 +59,7 @@ class Coordinator:
     """Coordinates the ranks of a group on one host. The constructor is collective.
 
     Args:
-        group: an initialised process group, used only by the constructor; None for a rank that joins later. It has no
-            number before :meth:`join`.
+        group: a process group, used only by the constructor; None for a rank that has no number before :meth:`join`.
         timeout: seconds that a living rank may let the others wait.
         ids: the number of each rank here; None: as in the group.
         among: the numbers of those ranks of the group that this rank coordinates with; None: all.
@@ -109,7 +108,7 @@ class Coordinator:
         try:
             if not why:
                 self.meet(known)
-        except (OSError, ImportError) as error:  # ImportError: no flags for this processor
+        except (OSError, ImportError) as error:  # ImportError: no compiled library
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
         reasons = [reason for reason in answers if reason]
@@ -132,7 +131,7 @@ class Coordinator:
     def meet(self, addresses: Mapping[int, ControlAddress]) -> None:
         """Open the control segments of ranks. OSError: one cannot be reached."""
         for rank, address in addresses.items():
-            self._controls[rank] = self._open(rank, address)
+            self._controls[rank] = self._own if rank == self.rank else self._open(rank, address)
             self._flags[rank] = Flags(self._controls[rank])
             self.pids[rank] = address.pid
             self.waited.setdefault(rank, 0.0)
@@ -148,8 +147,6 @@ class Coordinator:
         self.address = self.address._replace(descriptor=descriptor)
 
     def _open(self, rank: int, address: ControlAddress) -> mmap.mmap:
-        if rank == self.rank:
-            return self._own
         descriptor = memory.open_file(address.pid, address.descriptor)
         if rank in self._descriptors:  # of a rank that died, whose number is given again
             os.close(self._descriptors[rank])
@@ -188,16 +185,10 @@ class Coordinator:
         return all(flags.wait(ARRIVED, number + 1, seconds) for flags in self._flags.values())
 
     def await_arrived(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> list[int]:
-        """Wait until these ranks have begun this operation, and check that it is the same operation.
-
-        Args:
-            ranks: to wait for.
-            number: of the operation.
-            may_die: whether a rank may be dead instead. The result is then the same on every rank that lives, see
-                :mod:`ddpcore.comm.fabric`.
+        """Wait until these ranks have begun this operation, or with ``may_die`` are dead; check that it is the same.
 
         Returns:
-            The ranks that have begun it.
+            The ranks that have begun it: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`.
 
         Raises:
             RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
@@ -207,11 +198,7 @@ class Coordinator:
         return come
 
     def check_same(self, ranks: Iterable[int], number: int) -> None:
-        """Check that these ranks, which have begun an operation of this number, have begun the same operation.
-
-        Raises:
-            RuntimeError: a rank calls another operation. It names both.
-        """
+        """Raise RuntimeError, which names both, if one of these ranks has begun another operation of this number."""
         if self.num_operations - number > NUM_TEXTS // 2:
             return  # an old exchange, whose texts may be overwritten; the texts of later operations were compared
         mine = self._text(self.rank, number)
@@ -239,22 +226,18 @@ class Coordinator:
     def allocate(
         self, shared: memory.Memory, num_bytes: int, ranks: Sequence[int], *, may_die: bool = False
     ) -> dict[int, Tensor]:
-        """Allocate zeros ``[num_bytes]`` uint8 on each of these ranks. Returns them by rank. Collective.
+        """Allocate zeros ``[num_bytes]`` uint8, above 0, on each of these ranks, ascending. Collective.
 
-        Args:
-            shared: the memory.
-            num_bytes: of each rank, above 0.
-            ranks: ascending, this one among them.
-            may_die: whether ranks that are dead are left out.
+        Returns:
+            The zeros by rank; with ``may_die`` without those of dead ranks.
         """
         own, handle = shared.allocate(num_bytes)
         number = self.arrive(f"the allocation of {num_bytes} bytes", handle)
         views = {}
         for rank in self.await_arrived(ranks, number, may_die=may_die):
             try:
-                views[rank] = (
-                    own if rank == self.rank else shared.open(self.pids[rank], self.handle_of(rank), num_bytes)
-                )
+                is_own = rank == self.rank
+                views[rank] = own if is_own else shared.open(self.pids[rank], self.handle_of(rank), num_bytes)
             except (OSError, ValueError) as error:  # the rank died after it arrived, so it begins no other operation
                 if not may_die or self.is_alive(rank):
                     self.fail_to_read(rank, number, error)
@@ -300,7 +283,11 @@ class Coordinator:
                     break
                 self._check_others([] if may_die else ranks, flag, number)
                 if time.monotonic() > deadline:
-                    self._fail_late(rank, number)
+                    self.fail(
+                        f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
+                        f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, "
+                        "or not make this call, such as evaluation_model()"
+                    )
             began, before = time.perf_counter(), began
             if has_come:
                 come.append(rank)
@@ -321,24 +308,17 @@ class Coordinator:
 
     def check_present(self, rank: int, when: str) -> None:
         """Raise RuntimeError if a rank is gone, or any rank has failed. It does not wait."""
-        if self._fault:
-            raise RuntimeError(self._fault)
         is_gone = rank != self.rank and not memory.is_held(self._descriptors[rank])
         self._check_faults()
         if is_gone:
             self.fail(f"rank {rank} is gone (it died or left) {when}")
 
     def _check_faults(self) -> None:
+        if self._fault:  # another thread of this rank may have found it
+            raise RuntimeError(self._fault)
         for rank in self.others:
             if self._flags[rank].read(FAULT):
                 self.fail(_read(self._controls[rank], _WHY).decode(errors="replace"))
-
-    def _fail_late(self, rank: int, number: int) -> NoReturn:
-        self.fail(
-            f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-            f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, or not make "
-            "this call, such as evaluation_model()"
-        )
 
     def _gone(self, rank: int, number: int) -> str:
         what = self._text(self.rank, number)

@@ -22,15 +22,10 @@ _counters: set[str] = set()
 
 
 class CudaMemory(Memory):
-    """Device memory. Flags are in host memory, so the device must finish its writes before a flag is posted.
-
-    Args:
-        device: the GPU of this rank. The memory of the other ranks is opened on it too, and kernels of this GPU read
-            and write it over NVLink or PCIe.
-    """
+    """Device memory. Flags are in host memory, so the device must finish its writes before a flag is posted."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device  # the memory of other ranks is opened on it too, and read over NVLink or PCIe
 
     @override
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
@@ -54,9 +49,8 @@ class CudaIpcCommunicator(SegmentCommunicator):
     """Learner j is rank j of the group. Every rank has a GPU of the same host, and the GPUs reach each other.
 
     Args:
-        group: a process group, used only for setting up; None is the default group, which must be initialised.
+        group, timeout: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
         device: the GPU of this rank.
-        timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
 
     Raises:
         ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
@@ -69,10 +63,7 @@ class CudaIpcCommunicator(SegmentCommunicator):
 
 
 def forget() -> None:
-    """Remove the files in which torch counts the readers of this process's memory, before ``os._exit``.
-
-    A process that ends normally must not call this: there torch removes the files, and a missing one is an error.
-    """
+    """Remove the files in which torch counts the readers of this process's memory; before ``os._exit`` alone."""
     while _counters:
         (SHARED_MEMORY / _counters.pop().lstrip("/")).unlink(missing_ok=True)
 

@@ -30,13 +30,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two attempts to loc
 
 
 class SharedLiveWeights(LiveWeights):
-    """One row of each rank. The constructor is collective.
-
-    Args:
-        coordinator: of the ranks, between two operations.
-        rows: ``[K, P]`` of each rank, in shared memory. Each rank has filled its own.
-        rule: what a meeting does to two rows.
-    """
+    """One row ``[K, P]`` of each rank, which has filled it, in shared memory. The constructor is collective."""
 
     def __init__(self, coordinator: Coordinator, rows: Sequence[Tensor], rule: PairMean) -> None:
         self._coordinator, self._rows, self._rank, self._rule = coordinator, rows, coordinator.rank, rule

@@ -41,13 +41,10 @@ class Memory(ABC):
 
 
 def create_file(num_bytes: int) -> int:
-    """Create a file of zeros in memory, without a name, that only this user may open. Returns its descriptor.
-
-    Its size is sealed: if a process could shrink the file, the others would die of SIGBUS when they read it.
-    """
+    """Create a file of zeros in memory, without a name, that only this user may open. Returns its descriptor."""
     descriptor = os.memfd_create("ddpcore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(descriptor, 0o600)
-    os.ftruncate(descriptor, num_bytes)
+    os.ftruncate(descriptor, num_bytes)  # sealed: after a process shrank it, the others would die of SIGBUS
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor
 
@@ -61,11 +58,7 @@ def map_file(descriptor: int, num_bytes: int, *, ours: bool) -> mmap.mmap:
 
 
 def open_file(pid: int, descriptor: int) -> int:
-    """Open a file by its descriptor in another process.
-
-    Raises:
-        OSError: no such process or file, or it belongs to another user.
-    """
+    """Open a file by its descriptor in another process. OSError: there is none, or it belongs to another user."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -127,11 +120,7 @@ class HostMemory(Memory):
 
 
 class Buffers:
-    """Buffers that every rank has allocated, while this rank's own are in use.
-
-    Args:
-        rank: this rank.
-    """
+    """Buffers that every rank has allocated, while this rank's own are in use."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -163,28 +152,18 @@ class Buffers:
 
 @dataclass
 class Slot:
-    """A buffer on each rank for rows that others read.
+    """A buffer on each rank for rows that others read."""
 
-    Attributes:
-        views: the buffer of each rank. A rank that died while it was made is missing.
-        readers: the ranks that read this rank's row.
-        used: this rank has read its rows before this operation; None while an exchange is in progress.
-    """
-
-    views: Mapping[int, Tensor]
-    readers: Sequence[int] = ()
-    used: int | None = -1
+    views: Mapping[int, Tensor]  # of each rank; one that died while it was made is missing
+    readers: Sequence[int] = ()  # of this rank's row
+    used: int | None = -1  # this rank has read its rows before this operation; None while an exchange is in progress
 
 
 class Slots:
-    """Buffers that exchanges use in turn. All ranks take the same, because numbers of operations decide.
-
-    Attributes:
-        known: the slots by their kind. Those of one kind have one size.
-    """
+    """Buffers that exchanges use in turn. All ranks take the same, because numbers of operations decide."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, list[Slot]] = {}
+        self.known: dict[Hashable, list[Slot]] = {}  # by their kind: those of one kind have one size
         self._handed_out: list[Slot] = []
 
     def take(
@@ -194,12 +173,12 @@ class Slots:
 
         Args:
             kind: of the slot.
-            now: the number of the next operation. A slot that was read until this very operation is not free: its
-                readers and this rank would deadlock.
+            now: the number of the next operation.
             make: makes so many slots. Collective.
             await_readers: waits until the readers of a slot have begun an operation of that number.
         """
         known = self.known.setdefault(kind, [])
+        # Not one that was read until this very operation: its readers and this rank would deadlock.
         free = [slot for slot in known if slot.used is not None and slot.used < now]
         if not free:
             free = make(1 if known else 2)

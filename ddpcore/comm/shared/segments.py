@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Communicator, Done, Exchange, LiveWeights, PairMean, Work
+from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_
 from ddpcore.comm.shared.averages import Averages
@@ -31,15 +31,8 @@ STAGING_BYTES = 4 * 2**20  # a shared area of each rank: tensors in private memo
 _Kind = tuple[int, torch.dtype, torch.device]
 
 
-def _kind_of(weights: Tensor) -> _Kind:
-    return weights.numel(), weights.dtype, weights.device
-
-
 class SegmentCommunicator(Communicator):
     """Learner j is rank j of the group. Ranks read and write each other's memory.
-
-    With ``among`` each rank reaches some ranks only, which reach each other. Then a topology must have no other edges,
-    and broadcasts, averages and gatherings are of these ranks: see :class:`~ddpcore.comm.mixed.MixedCommunicator`.
 
     An exchange copies the row into a snapshot, and neighbours average from that memory. Snapshots are double-buffered,
     with more buffers if several exchanges are in progress. A rank overwrites a snapshot when it has read the others'
@@ -58,7 +51,8 @@ class SegmentCommunicator(Communicator):
         memory: the shared memory.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
-        among: the ranks of the group that this rank reaches, ascending; None: all.
+        among: the ranks of the group that this rank reaches, ascending, which reach each other; None: all. Broadcasts,
+            averages and gatherings are of these ranks, and a topology must have no other edges.
         in_thread: whether a thread of each rank computes averages that have begun.
     """
 
@@ -113,11 +107,6 @@ class SegmentCommunicator(Communicator):
                 piece.copy_(staged[self.ranks[0]])
 
     @override
-    def average_(self, rows: Tensor, step: int | None = None) -> Work:
-        """Learners are added in ascending order. ``wait`` or a thread computes an average in shared memory."""
-        return self._average(rows, self._averages, step)
-
-    @override
     def form_groups(self, size: int) -> None:
         first = self.rank // size * size
         ranks = range(first, first + size)
@@ -127,40 +116,40 @@ class SegmentCommunicator(Communicator):
         return Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
 
     @override
-    def average_groups_(self, rows: Tensor, size: int, step: int | None = None) -> Work:
-        return self._average(rows, self._groups[size], step)
-
-    def _average(self, rows: Tensor, averages: Averages, step: int | None) -> Work:
+    def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
+        """Learners are added in ascending order. ``wait`` or a thread computes an average in shared memory."""
         check_has_average(rows)
+        averages = self._averages if size is None else self._groups[size]
         if len(averages.ranks) == 1:
-            return Done()
+            return Work()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
         found = self._shared.find(rows)
         if found is None:
             for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
                 averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
-            return Done()
+            return Work()
         where, columns = found
         text = f"an average of {size_of(rows)}{at(step)} {where}"
         return averages.begin(text, [columns[rank] for rank in averages.ranks])
 
     @override
-    def exchange(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=False)
-
-    @override
-    def exchange_in_place(self, weights_LP: Tensor, topology: Topology, step: int) -> Exchange:
-        return self._exchange(weights_LP, topology, step, in_place=not weights_LP.is_cuda)
-
-    def _exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool) -> Exchange:
+    def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         weights, round_ = weights_LP[0], topology.round(step, self.rank, self.num_learners)
+        in_place = in_place and not weights.is_cuda
+        kind = weights.numel(), weights.dtype, weights.device
         self._snapshots.note_used(self._coordinator.num_operations)
         if len(self.ranks) == 1:
-            return _SnapshotExchange(self, -1, weights, round_, Slot({self.rank: weights}))
-        mine = self._next.pop(_kind_of(weights), None) if in_place else None
-        snapshot = mine or self._free_snapshot(weights)
-        make = _InPlaceExchange if in_place else _SnapshotExchange
-        return make(self, self._publish(weights, round_, snapshot, step), weights, round_, snapshot)
+            return _SnapshotExchange(self, -1, round_, Slot({self.rank: weights}))
+        mine = self._next.pop(kind, None) if in_place else None
+        snapshot = mine or self._free_snapshot(kind)
+        own = snapshot.views[self.rank]
+        if round_.destinations and own.data_ptr() != weights.data_ptr():
+            own.copy_(weights)
+        self._memory.publish()
+        number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
+        snapshot.readers = round_.destinations
+        self.bytes_sent += len(round_.destinations) * weights.nbytes
+        return _SnapshotExchange(self, number, round_, snapshot, kind if in_place else None)
 
     @override
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -200,34 +189,25 @@ class SegmentCommunicator(Communicator):
         """Raise RuntimeError here, and on every other rank when it waits next."""
         self._coordinator.fail(why)
 
-    def _publish(self, weights: Tensor, round_: Round, snapshot: Slot, step: int) -> int:
-        own = snapshot.views[self.rank]
-        if round_.destinations and own.data_ptr() != weights.data_ptr():
-            own.copy_(weights)
-        self._memory.publish()
-        number = self._coordinator.arrive(f"the exchange of {size_of(weights)} at step {step}")
-        snapshot.readers = round_.destinations
-        self.bytes_sent += len(round_.destinations) * weights.nbytes
-        return number
-
     def _allocate(self, num_bytes: int) -> dict[int, Tensor]:
         """Allocate a buffer of zeros on each rank, and return the buffers by rank, ascending. Collective."""
         self._averages.complete_all()  # because finishing this operation declares all earlier ones finished
         return self._coordinator.allocate(self._memory, max(num_bytes, 1), self.ranks)  # an empty file has no map
 
-    def _free_snapshot(self, like: Tensor) -> Slot:
-        """A snapshot that no rank reads. Without one, all ranks make a new one."""
+    def _free_snapshot(self, kind: _Kind) -> Slot:
+        """A snapshot that no rank reads. It has its own storage, because saving a parameter saves its whole storage."""
+        num_bytes, dtype = kind[0] * kind[1].itemsize, kind[1]
+
+        def make() -> Slot:
+            buffers = self._allocate(num_bytes)
+            return Slot({rank: one[:num_bytes].view(dtype) for rank, one in buffers.items()})
+
         return self._snapshots.take(
-            _kind_of(like),
+            kind,
             self._coordinator.num_operations,
-            lambda num: [self._new_snapshot(like) for _ in range(num)],
+            lambda num: [make() for _ in range(num)],
             lambda slot, number: self._coordinator.await_passed(slot.readers, number),
         )
-
-    def _new_snapshot(self, like: Tensor) -> Slot:
-        """Allocate a snapshot. It has its own storage, because saving a parameter saves its whole storage."""
-        buffers = self._allocate(like.nbytes)
-        return Slot({rank: one[: like.nbytes].view(like.dtype) for rank, one in buffers.items()})
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
@@ -256,9 +236,12 @@ class SegmentCommunicator(Communicator):
 
 
 class _SnapshotExchange(Exchange):
-    def __init__(self, comm: SegmentCommunicator, number: int, weights: Tensor, round_: Round, snapshot: Slot) -> None:
+    def __init__(
+        self, comm: SegmentCommunicator, number: int, round_: Round, snapshot: Slot, kind: _Kind | None = None
+    ) -> None:
         super().__init__(comm.learners, lambda _: round_)
-        self._comm, self._number, self._weights, self._round, self._snapshot = comm, number, weights, round_, snapshot
+        self._comm, self._number, self._round, self._snapshot = comm, number, round_, snapshot
+        self._kind = kind  # of weights that are exchanged in place
 
     @override
     def received(self) -> Mapping[int, Tensor]:
@@ -267,21 +250,20 @@ class _SnapshotExchange(Exchange):
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
-    def abandon(self) -> None:
-        self._comm._snapshots.hand_out(self._snapshot)
-
-
-class _InPlaceExchange(_SnapshotExchange):
-    @override
     def mixture(self) -> WeightAverage:
         mixture = super().mixture()
+        if self._kind is None:
+            return mixture
         assert isinstance(mixture, Mixture)
-        snapshot = self._comm._next[_kind_of(self._weights)] = self._comm._free_snapshot(self._weights)
+        snapshot = self._comm._next[self._kind] = self._comm._free_snapshot(self._kind)
         return replace(mixture, out=snapshot.views[self._comm.rank])
 
     @override
     def abandon(self) -> None:
-        self._comm._next[_kind_of(self._weights)] = self._snapshot
+        if self._kind is None:
+            self._comm._snapshots.hand_out(self._snapshot)
+        else:
+            self._comm._next[self._kind] = self._snapshot
 
 
 def _is_pair_or_idle(round_: Round) -> bool:
@@ -294,9 +276,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
     """Learner j is rank j of the group. All ranks are processes of one user on one host.
 
     Args:
-        group: a process group, used only for setting up; None is the default group, which must be initialised.
-        timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
-        among: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
+        group, timeout, among: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
         in_thread: whether a thread of each rank computes averages that have begun, while the rank does other work;
             None: if there are at least two cores for each rank. With fewer cores it hides nothing.
 

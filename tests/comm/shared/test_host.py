@@ -85,9 +85,9 @@ def test_a_slow_rank_is_waited_for(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.is_slow, 3) == [(0, "[1.0]\n")] * 3
 
 
-@pytest.mark.parametrize("call", ["exchange", "exchange_in_place"])
-def test_a_slow_reader_reads_the_row_of_its_step(call: str, outcome: Callable[..., Outcome]) -> None:
-    assert outcome(trials.reads_slowly, 2, call)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_slow_reader_reads_the_row_of_its_step(in_place: bool, outcome: Callable[..., Outcome]) -> None:
+    assert outcome(trials.reads_slowly, 2, in_place)[1] == (0, f"{[[float(step)] for step in range(6)]}\n")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
