@@ -236,7 +236,7 @@ class HookedDistributed(Distributed):
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
         strategy, comm = self.strategy, self.learner.comm
         plan = strategy.plan(self.learner.step)
-        only_averages = strategy.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
+        only_averages = strategy.traits.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
         only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.ops import WeightAverage
@@ -202,12 +201,8 @@ class DPSGD(GradientAverages):
         self._quarantined: set[int] | None = None  # until the next average; None if no learner ever is
 
     def __repr__(self) -> str:
-        options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
-        if self.consensus is not None:
-            options += f", consensus={describe(self.consensus)}"
-        if self.group > 1:
-            options += f", group={self.group}"
-        return f"DPSGD({self.topology!r}, {options})"
+        more = ["consensus"] * (self.consensus is not None) + ["group"] * (self.group > 1)
+        return f"DPSGD({self.topology!r}, {self._shown('order', 'staleness', 'compression', *more)})"
 
     @property
     @override
@@ -225,6 +220,7 @@ class DPSGD(GradientAverages):
             fixed_layout=self.group > 1,  # columns are sent before the first backward pass, which orders the buffer
             overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None and self.group == 1,
+            schedules=(self._share,) if isinstance(self._share, Setting) else (),
             no_deaths=no_deaths,
         )
 
@@ -244,12 +240,6 @@ class DPSGD(GradientAverages):
             )
         if self.staleness:
             check_stale(self.topology, num_learners)
-
-    @override
-    def check_run(self, num_steps: int) -> None:
-        super().check_run(num_steps)
-        if isinstance(self._share, Setting):
-            self._share.check_run(num_steps)
 
     @override
     def before_forward(self, learner: Learner) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 
@@ -34,8 +34,7 @@ class PushSum(Strategy):
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
-        check_topology(self.name, topology)
-        self.topology = topology
+        self.topology = topology_of(self.name, topology)
         self._push_weights: Tensor | None = None  # p of all learners, float64 [n]
         self._share_mean = 1.0  # of p: mixing keeps it, and a death changes it
         self._is_biased = False  # whether the flat buffer holds x

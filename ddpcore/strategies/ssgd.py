@@ -29,6 +29,7 @@ class GradientAverages(Strategy):
     """
 
     group: int = 1
+    weights: Weights = None
 
     def __init__(self, group: int = 1, weights: Weights = None) -> None:
         group = typed(f"{self.name}: group", group, int)
@@ -112,7 +113,7 @@ class SSGD(GradientAverages):
     @property
     @override
     def traits(self) -> Traits:
-        return Traits(averages_gradients=True, stays_identical=True)
+        return Traits(averages_gradients=True, stays_identical=True, weights=self.weights)
 
     def __repr__(self) -> str:
         return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import DPSGD, Complete, GASLoC, LocalSGD, Milestones, NoLoCo, RandomPair, Ring, Scheduled
 from ddpcore.optim.schedules import cosine
+from ddpcore.strategies.base import check_run
 from ddpcore.testing import check_strategy, check_topology
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training import TrainConfig
@@ -195,6 +196,6 @@ def test_functions_are_checked_over_the_whole_run() -> None:
     config = run_config(name="local_sgd")
     assert build_batches(config, read_dataset(config, first=True)).num_learners == N
     for strategy in (LocalSGD(period=lambda step: 9 - step), GASLoC(period=lambda step: 9 - step)):
-        strategy.check_run(9)
+        check_run(strategy, 9)
         with pytest.raises(ValueError, match="period at step 9 is 0: it must be at least 1"):
-            strategy.check_run(10)
+            check_run(strategy, 10)
