@@ -60,10 +60,7 @@ class Topology(ABC):
         return [self.round(step, rank, num_learners) for rank in range(num_learners)]
 
     def mixing_matrix(self, step: int, num_learners: int) -> MixingMatrix:
-        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges.
-
-        Its method ``sparse()`` converts it for scipy.
-        """
+        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges."""
         return of_step.mixing_matrix(self.rounds(step, num_learners))
 
     def matrix(self, step: int, num_learners: int) -> Matrix:
@@ -81,8 +78,7 @@ class Topology(ABC):
           2006, "Randomized gossip algorithms").
         - With weights of learners: the same with weighted distances; E is the mean of the first 256 steps.
 
-        Computed by a Fourier transform if there are `translations`, else with dense matrices up to 512 learners and by
-        Lanczos iteration (of scipy) above. RuntimeError if that does not converge, because the gap is too small.
+        Computed by a Fourier transform if there are `translations`, else with dense matrices: the cost is cubic in n.
         """
         check(0, 0, num_learners)
         if num_learners == 1:

@@ -55,11 +55,10 @@ class Description:
 
 
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
-    """Measure a topology with n learners; the cost is linear in its edges, or in the edges of learner 0 on a grid.
+    """Measure a topology with n learners, at the cost of its edges and of `Topology.spectral_gap`.
 
     Raises:
         ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
-        RuntimeError: see `Topology.spectral_gap`.
     """
     check(0, 0, num_learners)
     check_range("epsilon", epsilon, above=0, below=1)

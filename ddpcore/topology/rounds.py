@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from ddpcore.options.extras import extra
 
 TOLERANCE = 1e-6  # of row and column sums: accepts matrices that were rounded to float32
 
@@ -41,7 +38,7 @@ def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class MixingMatrix:
-    """The mixing matrix W of one step in compressed rows, n x n.
+    """The mixing matrix W of a step, n x n, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``.
 
     Attributes:
         offsets: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1].
@@ -91,12 +88,6 @@ class MixingMatrix:
         found = np.zeros((self.num_learners, self.num_learners))
         found[self.rows, self.columns] = self.values
         return found
-
-    def sparse(self) -> Any:
-        """W as a ``scipy.sparse.csr_array``."""
-        with extra("train"):
-            from scipy.sparse import csr_array  # noqa: PLC0415  only large topologies need scipy
-        return csr_array((self.values, self.columns, self.offsets), shape=(self.num_learners,) * 2)
 
     def _added(self, places: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The sums of the values of each place, added in order."""

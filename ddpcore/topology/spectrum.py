@@ -17,8 +17,6 @@ from ddpcore.topology.rounds import TOLERANCE, MixingMatrix
 
 Vector = npt.NDArray[np.float64]
 
-MAX_DENSE = 512  # most learners for which dense matrices are used: they are the fastest there
-
 
 def is_doubly_stochastic(mixing: MixingMatrix) -> bool:
     """Whether rows and columns sum to one."""
@@ -49,16 +47,8 @@ def contraction_on_grid(rows: Sequence[Vector]) -> float:
 
 
 def contraction(matrices: Sequence[MixingMatrix]) -> float:
-    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one.
-
-    RuntimeError if the Lanczos iteration, for more than MAX_DENSE learners, does not converge.
-    """
+    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one."""
     balanced = all(map(is_doubly_stochastic, matrices))
-    if matrices[0].num_learners > MAX_DENSE:
-        from ddpcore.topology import lanczos  # noqa: PLC0415  it imports scipy
-
-        symmetric = len(matrices) == 1 and balanced and is_symmetric(matrices[0])
-        return lanczos.contraction([mixing.sparse() for mixing in matrices], balanced, symmetric)
     product = np.eye(matrices[0].num_learners)
     for mixing in matrices:
         product = mixing.dense() @ product
@@ -84,8 +74,4 @@ def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool
 
 def smallest_eigenvalue(mixing: MixingMatrix) -> float:
     """The smallest eigenvalue of a symmetric W."""
-    if mixing.num_learners > MAX_DENSE:
-        from ddpcore.topology import lanczos  # noqa: PLC0415  it imports scipy
-
-        return lanczos.extreme_eigenvalue(mixing.sparse(), "SA")
     return float(np.linalg.eigvalsh(mixing.dense())[0])
