@@ -172,7 +172,7 @@ THOUSANDS = [pytest.param(n, marks=pytest.mark.slow if n > 64 else ()) for n in 
 @pytest.mark.parametrize("n", THOUSANDS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_thousands_need_no_dense_matrix(name: str, n: int) -> None:
-    """Validated and stepped in less memory than half of a float64 [n, n] (of 64 it is free to); most are described, too."""
+    """Validated and stepped in less memory than half of a float64 [n, n] (of 64 it may be more). Most are described."""
     tracemalloc.start()
     try:
         chosen = MAKERS[name](n)
