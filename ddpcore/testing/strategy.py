@@ -64,8 +64,11 @@ def check_strategy(
     if factory() is factory():
         raise AssertionError(f"{factory!r} returns the same strategy twice: it must make a new one at each call")
     counts = sorted(set(num_learners))
+    for one in scenarios:
+        if (size := BATCH // one.accumulation) % shards:
+            raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
     if shards > 1:
-        scenarios, tolerance = _sharded(scenarios, shards), tolerance + ROUNDING
+        scenarios, tolerance = [one for one in scenarios if not one.batch_norm], tolerance + ROUNDING
     with _one_thread():
         if counts[-1] > 1:
             _check_said(factory, counts[-1])
@@ -88,14 +91,6 @@ def check_strategy(
             where = f"{count} learners{f' of {shards} shards' * (shards > 1)}, {transport}, {scenarios[index].name}"
             for shard in range(shards):
                 _compare(where, seen[shard::shards], virtual[count, index], tolerance)
-
-
-def _sharded(scenarios: Sequence[Scenario], shards: int) -> list[Scenario]:
-    """Those that sharded learners can run."""
-    for one in scenarios:
-        if (size := BATCH // one.accumulation) % shards:
-            raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
-    return [one for one in scenarios if not one.batch_norm]
 
 
 def run_rank(

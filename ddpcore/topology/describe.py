@@ -119,10 +119,10 @@ def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
     """The smallest eigenvalue of the matrix of a static topology; None if it is not symmetric."""
     shape = topology.translations(num_learners)
     if shape is not None:
-        eigenvalues = spectrum.grid_eigenvalues(first_row(topology.round(0, 0, num_learners), shape))
+        eigenvalues = spectrum.grid_eigenvalues([first_row(topology.round(0, 0, num_learners), shape)])
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
     mixing = topology.mixing_matrix(0, num_learners)
-    return spectrum.smallest_eigenvalue(mixing) if spectrum.is_symmetric(mixing) else None
+    return float(np.linalg.eigvalsh(mixing.dense())[0]) if spectrum.is_symmetric(mixing) else None
 
 
 def check_stale(topology: Topology, num_learners: int) -> None:

@@ -33,17 +33,12 @@ def is_symmetric(mixing: MixingMatrix) -> bool:
     return bool(abs(mixing.values - np.where(is_opposite, mixing.values[found], 0.0)).max() <= TOLERANCE)
 
 
-def grid_eigenvalues(row: Vector) -> npt.NDArray[np.complex128]:
-    """All eigenvalues of the convolution whose row 0 is this grid."""
-    return np.fft.fftn(row).ravel()
-
-
-def contraction_on_grid(rows: Sequence[Vector]) -> float:
-    """The norm of D for a product of convolutions; they commute and are normal matrices."""
+def grid_eigenvalues(rows: Sequence[Vector]) -> npt.NDArray[np.complex128]:
+    """All eigenvalues of the product of convolutions whose rows 0 are these grids. The first one is 1, of the mean."""
     product = np.ones(rows[0].size, dtype=np.complex128)
     for row in rows:
-        product *= grid_eigenvalues(row)
-    return float(abs(product[1:]).max())
+        product *= np.fft.fftn(row).ravel()
+    return product
 
 
 def contraction(matrices: Sequence[MixingMatrix]) -> float:
@@ -70,8 +65,3 @@ def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool
     product = reduce(np.matmul, reversed(scaled))
     shrunk = float(np.linalg.norm(product - np.outer(root, root), 2))
     return max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
-
-
-def smallest_eigenvalue(mixing: MixingMatrix) -> float:
-    """The smallest eigenvalue of a symmetric W."""
-    return float(np.linalg.eigvalsh(mixing.dense())[0])
