@@ -192,6 +192,21 @@ def test_schedules_past_the_run(strategy: dict[str, Any], message: str) -> None:
         check_parts(config, read_dataset(config, first=True))
 
 
+def test_local_sgd_of_a_file_gossips_by_names() -> None:
+    options = {"name": "local_sgd", "period": 3, "outer": {"lr": 0.7}, "gossip": "ring"}
+    config = run_config(**options, then={"name": "random_pair", "seed": 3})
+    made = config.make_strategy()
+    assert isinstance(made, LocalSGD)
+    assert (made.topology, made.then) == (Ring(), RandomPair(3))
+    paired = run_config(name="local_sgd", gossip="random_pair")
+    assert paired.make_strategy().topology == RandomPair(paired.run.seed)
+    assert run_config(name="local_sgd").make_strategy().topology is None
+    with pytest.raises(ValueError, match="local_sgd: then averages once more what gossip has averaged: name its"):
+        run_config(name="local_sgd", then="ring").make_strategy()
+    with pytest.raises(ValueError, match="unknown topology 'rng': did you mean 'ring'"):
+        run_config(name="local_sgd", gossip="rng").make_strategy()
+
+
 def test_functions_are_checked_over_the_whole_run() -> None:
     config = run_config(name="local_sgd")
     assert build_batches(config, read_dataset(config, first=True)).num_learners == N
