@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,13 +83,12 @@ def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
     return AdaptiveConsensus(**wanted)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """An exchange in progress: the rows that were sent, and their published values (None if the weights were sent)."""
+class _Pending(NamedTuple):
+    """An exchange in progress."""
 
     exchange: Exchange
     sent: Tensor
-    published_LP: Tensor | None
+    published_LP: Tensor | None  # the values of what was sent; None if the weights were
 
 
 @dataclass
@@ -249,7 +248,9 @@ class DPSGD(GradientAverages):
             return
         self._begun = True
         if self._published is not None:
-            self._published.begin(learner.flat.param_LP, self._neighbors(learner))
+            rounds = [self.topology.round(0, rank, learner.comm.num_learners) for rank in learner.comm.learners]
+            others = {source for plan in rounds for source in plan.sources}.difference(learner.comm.learners)
+            self._published.begin(learner.flat.param_LP, others)
         if self.order == ORDERS[0]:
             self._start(learner, learner.step)
         elif self.order == ORDERS[2]:
@@ -320,12 +321,6 @@ class DPSGD(GradientAverages):
         share = 1.0 if self._reference_lr is None else self._share.share(lr / self._reference_lr)
         return self.topology if share == 1 else Damped(self.topology, share)
 
-    def _neighbors(self, learner: Learner) -> set[int]:
-        """The learners of other processes that a learner held here reads from. For topologies that do not change."""
-        comm = learner.comm
-        rounds = (self.topology.round(0, rank, comm.num_learners) for rank in comm.learners)
-        return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
-
     def _finish(self, learner: Learner) -> WeightAverage:
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
@@ -348,16 +343,12 @@ class DPSGD(GradientAverages):
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
         published = None if self._published is None else self._published.state_dict()
-        earlier = self._under_way[
-            : len(self._under_way) - self._begun
-        ]  # the next forward pass begins the last one again
-        stale = [(pending.sent, pending.published_LP) for pending in earlier]
-        quarantined = None if self._quarantined is None else sorted(self._quarantined)
+        earlier = len(self._under_way) - self._begun  # the next forward pass begins the last one again
         return {
             "published": published,
-            "stale": stale,
+            "stale": [(pending.sent, pending.published_LP) for pending in self._under_way[:earlier]],
             "remainder": self._remainder_LP,
-            "quarantined": quarantined,
+            "quarantined": None if self._quarantined is None else sorted(self._quarantined),
             "reference_lr": self._reference_lr,
         }
 

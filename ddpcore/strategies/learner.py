@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,16 +92,6 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-class Watch(Protocol):
-    """The checks of weights that are sent: ``ddpcore.distributed.watch.LoopWatch``."""
-
-    def check_sent(self, columns_LX: Tensor | None) -> None:
-        """See :meth:`Learner.check_sent`."""
-
-    def check_unchanged(self) -> None:
-        """See :meth:`Learner.check_unchanged`."""
-
-
 @dataclass
 class Learner:
     """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners.
@@ -117,7 +107,7 @@ class Learner:
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
         live: the weights that peers change at any time, if they are not those of the models; else None.
-        watch: checks the weights that are sent. ``distribute`` sets it.
+        watch: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets.
     """
 
     flat: FlatParameters
@@ -130,7 +120,7 @@ class Learner:
     shares: Tensor | None = None
     share_mean: float = 1.0
     live: LiveWeights | None = None
-    watch: Watch | None = None
+    watch: Any = None
 
     @torch.no_grad()
     def living(self, rows: list[int]) -> list[int]:

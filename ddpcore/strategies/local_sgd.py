@@ -228,13 +228,6 @@ class LocalSGD(GradientAverages):
                 raise ValueError("local_sgd: topology and then keep different means: give both the same weights")
 
     @override
-    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        if self.plan(learner.step).averages_gradients:
-            super().bucket_ready(learner, columns)
-
-    bucket_ready.only_averages = True  # type: ignore[attr-defined]
-
-    @override
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
         self._lay_out(learner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,32 +139,28 @@ def _one_thread() -> Iterator[None]:
 class _Watched(SmallRun):
     """Counts what virtual learners send, and the checks of what they send. Keeps their gradients of each step."""
 
-    _SENDS = ("average_", "average_groups_", "mix_", "exchange", "exchange_in_place", "live")
-
-    num_sent, num_checks = 0, 0
-
     def _start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Distributed]:
         started = super()._start(seed)
-        self.learner = learner = started[2].learner
-        assert learner is not None
-        for name in self._SENDS:
-            setattr(learner.comm, name, self._counted("num_sent", getattr(learner.comm, name)))
-        setattr(learner, "check_sent", self._counted("num_checks", learner.check_sent))  # noqa: B010
+        learner: Any = started[2].learner
+        self.counts, self.sent, self.gradients = Counter[str](), list[bool](), list[list[Tensor | None]]()
+        for name in ("average_", "average_groups_", "mix_", "exchange", "exchange_in_place", "live"):
+            setattr(learner.comm, name, self._counted("sent", getattr(learner.comm, name)))
+        learner.check_sent = self._counted("checks", learner.check_sent)
         return started
 
-    def _counted(self, counter: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            setattr(self, counter, getattr(self, counter) + 1)
+            self.counts[what] += 1
             return method(*args, **options)
 
         return call
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
-        before = self.num_sent
+        before = self.counts["sent"]
         losses = super()._step(step, optimizer, handle)
-        self.sent = [*getattr(self, "sent", []), self.num_sent > before]
+        self.sent.append(self.counts["sent"] > before)
         rows = [[p.grad.flatten() for p in one.parameters() if p.grad is not None] for one in handle.models]
-        self.gradients = [*getattr(self, "gradients", []), [torch.cat(row) if row else None for row in rows]]
+        self.gradients.append([torch.cat(row) if row else None for row in rows])
         return losses
 
 
@@ -181,7 +178,7 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     for step in range(SAID_STEPS):
         size = strategy.plan(step).gradients
         _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
-    if any(run.sent) and not strategy.traits.averages_gradients and not run.num_checks:
+    if any(run.sent) and not strategy.traits.averages_gradients and not run.counts["checks"]:
         raise AssertionError(
             f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
             "are not finite reach no neighbour"
