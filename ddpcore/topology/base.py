@@ -88,8 +88,8 @@ class Topology(ABC):
         shape = self.translations(num_learners)
         if shape is not None:
             firsts = [self.round(step, 0, num_learners) for step in range(period)]
-            # convolutions commute and are normal matrices
-            shrunk = abs(spectrum.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])[1:]).max()
+            eigenvalues = spectrum.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])
+            shrunk = float(abs(eigenvalues[1:]).max())  # convolutions commute and are normal matrices
         else:
             shrunk = spectrum.contraction([self.mixing_matrix(step, num_learners) for step in range(period)])
         rounding = num_learners * float(np.finfo(np.float64).eps)  # its T-th root would not be small
