@@ -73,11 +73,8 @@ def check_strategy(
     with _one_thread():
         if counts[-1] > 1:
             _check_said(factory, counts[-1])
-        virtual = {
-            (count, index): SmallRun(factory, count, scenario).run()
-            for count in counts
-            for index, scenario in enumerate(scenarios)
-        }
+        runs = {(count, index): (count, one) for count in counts for index, one in enumerate(scenarios)}
+        virtual = {key: SmallRun(factory, *run).run() for key, run in runs.items()}
     for (count, index), result in virtual.items():
         _check_alone(factory(), scenarios[index], count, result, virtual)
     if not transports:
