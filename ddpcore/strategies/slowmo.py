@@ -51,7 +51,7 @@ class SlowMo(Strategy):
                 f"slowmo: base sends differences by {base.compression.name}, which do not include the slow step: take "
                 "another compression"
             )
-        self.base = base
+        self.base, self._inner = base, Strategy() if base is None else base
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
         self._anchor_P: Tensor | None = None  # w(t-H)
@@ -60,7 +60,7 @@ class SlowMo(Strategy):
     @property
     @override
     def traits(self) -> Traits:
-        return Traits() if self.base is None else self.base.traits
+        return self._inner.traits
 
     @override
     def plan(self, step: int) -> Plan:
@@ -71,31 +71,27 @@ class SlowMo(Strategy):
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        if self.base is not None:
-            self.base.setup(num_learners, dtype)
-            check_unweighted(self, num_learners)
+        self._inner.setup(num_learners, dtype)
+        check_unweighted(self, num_learners)
 
     @override
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
-        if self.base is not None:
-            self.base.members_changed(learner, before)
+        self._inner.members_changed(learner, before)
 
     @override
     def before_forward(self, learner: Learner) -> None:
         self._begin(learner)
-        if self.base is not None:
-            self.base.before_forward(learner)
+        self._inner.before_forward(learner)
 
     @override
     def before_step(self, learner: Learner) -> WeightAverage | None:
         self._begin(learner)
-        return None if self.base is None else self.base.before_step(learner)
+        return self._inner.before_step(learner)
 
     @override
     def after_step(self, learner: Learner) -> None:
         """Call the base and, at the end of a period, take the slow step."""
-        if self.base is not None:
-            self.base.after_step(learner)
+        self._inner.after_step(learner)
         if learner.step % self.period:
             return
         weights_LP = learner.flat.param_LP
@@ -112,8 +108,7 @@ class SlowMo(Strategy):
 
     @override
     def quarantine(self, learners: Set[int]) -> None:
-        assert self.base is not None
-        self.base.quarantine(learners)
+        self._inner.quarantine(learners)
 
     def _begin(self, learner: Learner) -> None:
         if self._anchor_P is None:  # all learners start with the same weights
@@ -137,5 +132,4 @@ class SlowMo(Strategy):
             self._anchor_P = anchor["parts"][0].clone()
             for buffers in anchor["optimizer"]["state"].values():  # none before the first slow step
                 self._momentum_P = buffers["momentum_buffer"].clone()
-        if self.base is not None:
-            self.base.load_state_dict(learner, state["base"])
+        self._inner.load_state_dict(learner, state["base"])
