@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,9 @@ def check_strategy(
             raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
     if shards > 1:
         scenarios, tolerance = [one for one in scenarios if not one.batch_norm], tolerance + ROUNDING
-    with _one_thread():
+    with ExitStack() as stack:  # the number of threads decides the order of sums in torch's matrix products
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         if counts[-1] > 1:
             _check_said(factory, counts[-1])
         runs = {(count, index): (count, one) for count in counts for index, one in enumerate(scenarios)}
@@ -120,17 +122,6 @@ def run_rank(
     }
     torch.save(results, Path(folder) / f"{world.rank}.pt")
     dist.barrier()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The number of threads decides the order of sums in torch's matrix products: one everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Watched(SmallRun):
