@@ -210,7 +210,9 @@ class ADPSGD(Strategy):
     def before_forward(self, learner: Learner) -> None:
         """Before the first step: begin with w = v, the weights of the models. Collective."""
         if learner.live is None:
-            self._begin(learner)
+            self._read_LP = learner.flat.param_LP.clone()
+            rule = None if self._acceleration is None else A2CiD2(self._acceleration)
+            learner.live = self._live = learner.comm.live(learner.flat.param_LP, rule)
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -251,12 +253,6 @@ class ADPSGD(Strategy):
             if learner in flown and flown[learner] < time:
                 live.drift(learner, float(time - flown[learner]))
                 flown[learner] = time
-
-    def _begin(self, learner: Learner) -> None:
-        weights_LP = learner.flat.param_LP
-        self._read_LP = weights_LP.clone()
-        rule = None if self._acceleration is None else A2CiD2(self._acceleration)
-        learner.live = self._live = learner.comm.live(weights_LP, rule)
 
     @override
     def state_dict(self) -> dict[str, Any]:

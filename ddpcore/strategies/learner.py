@@ -122,22 +122,15 @@ class Learner:
     live: LiveWeights | None = None
     watch: Any = None
 
-    @torch.no_grad()
-    def living(self, rows: list[int]) -> list[int]:
-        """Those of these rows whose learners take part: a virtual learner that has died keeps its row."""
-        membership = self.comm.membership
-        if membership is None or len(self.models) == 1:
-            return rows
-        return [row for row in rows if row in membership.members]
-
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
         """The first parameter that is not finite, of those of these rows that take part and have one.
 
         Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
         """
-        found = {
-            row: name for row in self.living(rows) if (name := first_nonfinite(self.models[row], gradients=gradients))
-        }
+        membership = self.comm.membership
+        if membership is not None and len(self.models) > 1:  # a virtual learner that has died keeps its row
+            rows = [row for row in rows if row in membership.members]
+        found = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=gradients))}
         if self.flat.shards is None:
             return found
         num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)
