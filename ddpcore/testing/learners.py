@@ -139,7 +139,8 @@ class SmallRun:
         losses = []
         for step in range(num_steps):
             if step == self._scenario.resume_at:
-                saved = tree_map(_copy_of, (dict(model.state_dict()), optimizer.state_dict(), handle.state_dict()))
+                states = (dict(model.state_dict()), optimizer.state_dict(), handle.state_dict())
+                saved = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x), states)
                 model, optimizer, handle = self._start(seed=99)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
@@ -209,7 +210,3 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
-
-
-def _copy_of(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
