@@ -129,7 +129,7 @@ class SlowMo(Strategy):
         self._anchor_P = self._momentum_P = None
         if anchor is not None:
             self._begin(learner)
-            self._anchor_P = anchor["parts"][0].clone()
+            self._anchor_P = anchor["parts"][0].to(learner.flat.param_LP, copy=True)
             for buffers in anchor["optimizer"]["state"].values():  # none before the first slow step
-                self._momentum_P = buffers["momentum_buffer"].clone()
+                self._momentum_P = buffers["momentum_buffer"].to(learner.flat.param_LP, copy=True)
         self._inner.load_state_dict(learner, state["base"])
