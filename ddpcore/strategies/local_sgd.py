@@ -151,7 +151,7 @@ class LocalSGD(GradientAverages):
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
-        self.topology = None if topology_of(self.name, topology) is None else self._between(topology)
+        self.topology = None if topology is None else self._between(topology_of(self.name, topology))
         self.fragments = fragments
         self.overlap = overlap
         self.alpha = self._alpha.value

@@ -85,8 +85,9 @@ class Weighted(_Wrapped):
 
     @override
     def spectral_gap(self, num_learners: int) -> float:
-        equal = self.kept_weights(num_learners) is None
-        return (self.topology if equal else super()).spectral_gap(num_learners)
+        if self.kept_weights(num_learners) is None:
+            return self.topology.spectral_gap(num_learners)
+        return super().spectral_gap(num_learners)
 
     @override
     def kept_weights(self, num_learners: int) -> Vector | None:
