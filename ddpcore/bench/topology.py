@@ -22,7 +22,7 @@ from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.topology.registry import TOPOLOGIES
 
 ALL = "all"
-MANY = 8192  # learners; with more, an irregular topology takes minutes because its edges are visited one by one
+MANY = 2048  # learners; with more, the eigenvalues of an irregular topology may take minutes: its matrix is dense
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class RandomState:
 
 def check_equal_weights(handle: HookedDistributed) -> None:
     """Raise ValueError if learners do not count alike: statistics compare batches of one size."""
-    if handle.learner.shares is not None or handle.strategy.weights is not None:
+    if handle.learner.shares is not None or handle.strategy.traits.weights is not None:
         raise ValueError("learners have weights, and statistics compare batches of one size: leave weights out")
 
 

@@ -29,7 +29,7 @@ class Distributed:
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
         num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
-            backward pass. A number; for virtual learners a sequence of one for each.
+            backward pass. A number; for virtual learners a sequence of one for each. A step sets it to None.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
             :class:`ddpcore.data.ResharedBatches`.
     """

@@ -226,7 +226,7 @@ class HookedDistributed(Distributed):
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
         strategy, comm = self.strategy, self.learner.comm
         plan = strategy.plan(self.learner.step)
-        only_averages = strategy.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
+        only_averages = strategy.traits.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
         only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
@@ -305,7 +305,8 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
         flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        has_pass = watch.num_passes or self.num_samples == 0  # a learner without samples needs none
+        is_forgotten = self.num_samples is None and isinstance(self.strategy.traits.weights, str)  # an error on all
+        has_pass = watch.num_passes or self.num_samples == 0 or is_forgotten  # a learner without samples needs none
         if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
             return
         if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
@@ -339,6 +340,7 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
+        self.num_samples = None  # the next batch may have another size
         self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)

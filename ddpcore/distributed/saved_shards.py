@@ -70,7 +70,7 @@ def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Str
     """The segments of a row ``[X]`` or ``[1, X]`` of all columns, or of the numbered part of them; none for others."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
         return []
-    parts, numbers = strategy.columns(), [key for key in keys if isinstance(key, int)]
+    parts, numbers = strategy.traits.columns, [key for key in keys if isinstance(key, int)]
     spans = [parts[number] for number in numbers[-1:] if number < len(parts)]
     for begin, end in [*spans, (0, flat.numel)]:
         if leaf.numel() == leaf.shape[-1] == end - begin:

@@ -49,21 +49,15 @@ class ADPSGD(Strategy):
     the change of v_i by the optimizer, whose state moves once a job. The equation is second-hand (the paper was not
     read); in the paper the order is the same: average, then gradient.
 
-    On **ranks** only the two rows are locked during an average, and no rank waits for the step of another. On one host
-    w lies in shared memory, where a rank reads and writes the row of its peer (``transport="shm"``). Over a process
-    group a thread of each rank answers the others (``transport="pg"``), by gloo, also where the models are on GPUs. Who
-    comes first is up to the machine: no run can be repeated, so there is no bitwise oracle of ranks.
+    On **ranks** only the two rows are locked during an average, and no rank waits for the step of another. Who comes
+    first is up to the machine: no run can be repeated. On **virtual learners** it is a simulation of time, which can be
+    repeated bit for bit. A job of the fastest learner takes one step of the training loop. A learner with speed 0.5
+    begins a job in every second step, and its gradients of the batches between are removed. It shows what older
+    gradients cost in accuracy, and says nothing about seconds.
 
-    On **virtual learners of one process** it is a simulation of time, which can be repeated bit for bit. A job of the
-    fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step. Its
-    gradients of the batches between are removed. All ends of jobs form a list of events (:meth:`events`) by simulated
-    time. Those of the same time are in random order. It shows what older gradients cost in accuracy, and says nothing
-    about seconds.
-
-    The models hold v, and after the optimizer's step v plus that step until the job ends. ``handle.evaluation_model()``
-    has the mean of w. A change of the models' weights by the program is added to w at the end of the job. A learner
-    keeps two more copies of the weights, and over a process group five. If an average fails, the model of that learner
-    holds v again, and its step is lost.
+    The models hold v, and after the optimizer's step v plus that step until the job ends. A change of the models'
+    weights by the program is added to w at the end of the job. A learner keeps two more copies of the weights, and over
+    a process group five. If an average fails, the model of that learner holds v again, and its step is lost.
 
     **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
     topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
@@ -77,15 +71,13 @@ class ADPSGD(Strategy):
     (:func:`ddpcore.strategies.a2cid2.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
     neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
 
-    On virtual learners time is that of the simulation, and all w are read at one time, so their mean alone moves by the
-    gradients alone, too. On ranks a unit of time passes for a learner at the end of each of its jobs, and eta is that
-    of equal speeds. There is no common time, so only the mean of w and y together moves by the gradients alone.
+    On virtual learners time is that of the simulation. On ranks a unit of time passes for a learner at the end of each
+    of its jobs, and eta is that of equal speeds; then only the mean of w and y together moves by the gradients alone.
 
     The equations are those of the authors' code (github AdelNabli/ACiD: ``p2p_averaging.py``, ``utils/acid_utils.py``
-    and ``utils/graph_utils.py``); the paper was not read. That code differs in three ways. It sends w of before the
-    first line, which moves the mean a little. It measures time by the clock of each rank, in its mean step. Its
-    eta is for one meeting of a learner in a unit of time. Here there are two, one with a peer that it takes and one
-    with a learner that takes it, so eta is twice as large.
+    and ``utils/graph_utils.py``); the paper was not read. That code sends w of before the first line, which moves the
+    mean a little, and measures time by the clock of each rank. Its eta is for one meeting of a learner in a unit of
+    time; here there are two, one with a peer that it takes and one with a learner that takes it.
 
     Args:
         topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
@@ -193,11 +185,10 @@ class ADPSGD(Strategy):
         order, choices = bits.reshape(2, num_learners).tolist()
         events = []
         for learner in range(num_learners):
-            speed, job = self._speed(learner), self._num_ended(learner, step + 1)
-            if not self._ends(step + 1, learner):
-                continue
-            peers = self.topology.round(step, learner, num_learners).sources or (learner,)
-            events.append(Event(job / speed, learner, peers[choices[learner] % len(peers)]))
+            if self._ends(step + 1, learner):
+                peers = self.topology.round(step, learner, num_learners).sources or (learner,)
+                time = self._num_ended(learner, step + 1) / self._speed(learner)
+                events.append(Event(time, learner, peers[choices[learner] % len(peers)]))
         return sorted(events, key=lambda event: (event.time, order[event.learner]))
 
     def begins(self, step: int, learner: int) -> bool:
@@ -219,7 +210,9 @@ class ADPSGD(Strategy):
     def before_forward(self, learner: Learner) -> None:
         """Before the first step: begin with w = v, the weights of the models. Collective."""
         if learner.live is None:
-            self._begin(learner)
+            self._read_LP = learner.flat.param_LP.clone()
+            rule = None if self._acceleration is None else A2CiD2(self._acceleration)
+            learner.live = self._live = learner.comm.live(learner.flat.param_LP, rule)
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -260,12 +253,6 @@ class ADPSGD(Strategy):
             if learner in flown and flown[learner] < time:
                 live.drift(learner, float(time - flown[learner]))
                 flown[learner] = time
-
-    def _begin(self, learner: Learner) -> None:
-        weights_LP = learner.flat.param_LP
-        self._read_LP = weights_LP.clone()
-        rule = None if self._acceleration is None else A2CiD2(self._acceleration)
-        learner.live = self._live = learner.comm.live(weights_LP, rule)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Traits:
         transports_because: why an option leaves these transports only, as a clause with what to do.
         most_learners: the largest number of learners; None: any number.
         quarantines: a learner can take the average of its neighbours, without its own weights.
+        weights: how much each learner counts in averages of all, or of a group: numbers, or what is counted for them.
+        schedules: options that change over a run. Each has a method ``check_run`` as a topology has.
+        columns: the first column and the end of each part of the weights, from the first step on, if the state has rows
+            ``[L, X]`` of parts. A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a
+            sharded learner can be saved for another number of shards. Rows of all columns need no number.
         no_mean: why the mean of the learners' weights is not what they train, as a clause; empty if it is.
         no_deaths: why no learner may die or join, as a clause with what to do; empty if learners may.
         no_shards: why a learner may not be sharded over ranks, as a clause with what to do; empty if it may.
@@ -62,6 +67,9 @@ class Traits:
     transports_because: str = ""
     most_learners: int | None = None
     quarantines: bool = False
+    weights: Sequence[float] | str | None = None
+    schedules: tuple[Any, ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
     no_mean: str = ""
     no_deaths: str = ""
     no_shards: str = ""
@@ -117,14 +125,16 @@ class Strategy:
 
     name: ClassVar[str]
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
-    weights: Sequence[float] | str | None = None  # how much each learner counts in averages of all, or of a group
     _in_use: bool = False  # whether a distribute() call owns the object
 
     def __repr__(self) -> str:
         """The class and its public attributes: a checkpoint is loaded into a strategy with the same text."""
-        own = {name: value for name, value in vars(self).items() if name[0] != "_" and (name, value) != ("group", 1)}
-        shown = [f"{name}={describe(value) if callable(value) else repr(value)}" for name, value in own.items()]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        own = [name for name, value in vars(self).items() if name[0] != "_" and (name, value) != ("group", 1)]
+        return f"{type(self).__name__}({self._shown(*own)})"
+
+    def _shown(self, *names: str) -> str:
+        values = [(name, getattr(self, name)) for name in names]
+        return ", ".join(f"{name}={describe(value) if callable(value) else repr(value)}" for name, value in values)
 
     @property
     def traits(self) -> Traits:
@@ -141,11 +151,6 @@ class Strategy:
         Raises:
             ValueError: the strategy does not support them.
         """
-
-    def check_run(self, num_steps: int) -> None:
-        """Raise ValueError if a schedule leaves its limits in a run of so many steps, or goes past its end."""
-        if self.topology is not None:
-            self.topology.check_run(num_steps)
 
     def before_forward(self, learner: Learner) -> None:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
@@ -205,16 +210,15 @@ class Strategy:
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, between two steps."""
 
-    def columns(self) -> Sequence[tuple[int, int]]:
-        """The columns ``begin`` to ``end`` of each part of the weights, if the state has rows ``[L, X]`` of parts.
-
-        A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a sharded learner can be
-        saved for another number of shards. Rows of all columns need no number.
-        """
-        return ()
-
 
 NO_DEATHS_IN_GROUPS = "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
+
+
+def check_run(strategy: Strategy, num_steps: int) -> None:
+    """Raise ValueError if a schedule leaves its limits in a run of so many steps, or goes past its end."""
+    for one in (strategy.topology, *strategy.traits.schedules):
+        if one is not None:
+            one.check_run(num_steps)
 
 
 def check_transport(strategy: Strategy, transport: str) -> None:
@@ -233,7 +237,7 @@ def check_deaths(strategy: Strategy | Baseline, num_learners: int | None = None)
     if strategy.traits.no_deaths:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
     kept = None if num_learners is None or strategy.topology is None else strategy.topology.kept_weights(num_learners)
-    if kept is not None or getattr(strategy, "weights", None) is not None:
+    if kept is not None or strategy.traits.weights is not None:
         raise ValueError(
             f"{strategy.name}: weights are of these learners, and with on_failure='shrink' others take part"
         )
@@ -269,29 +273,21 @@ def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str 
         raise ValueError(f"{name}: {inexact} too inexact in 16 bits: keep parameters in float32, {remedy}")
 
 
-def check_topology(name: str, topology: object) -> None:
-    """Check that ``topology`` is None or an instance of :class:`Topology`.
-
-    Raises:
-        ValueError: it is not, such as the name of a topology. The message begins with ``name``, that of the strategy.
-    """
+def topology_of(name: str, topology: Any, default: Callable[[], Topology | None] = lambda: None) -> Any:
+    """The topology, or the default for None. ValueError: it is anything else, such as the name of a topology."""
     if topology is not None and not isinstance(topology, Topology):
         raise ValueError(f"{name}: topology is {topology!r}: pass an instance, such as ddpcore.Ring()")
-
-
-def topology_of(name: str, topology: Topology | None, default: Callable[[], Topology]) -> Topology:
-    """The topology, or the default for None. Raises ValueError as :func:`check_topology` does."""
-    check_topology(name, topology)
     return default() if topology is None else topology
 
 
-def warn_of_growth(name: str, momentum: float, num_learners: int, topology: Topology) -> None:
-    """Warn that the learners of an outer step with momentum move apart."""
-    warnings.warn(
-        f"{name}: outer_momentum is {momentum:g}: with {num_learners} learners and {topology!r} the differences "
-        "between learners grow without any gradient: take less",
-        stacklevel=2,
-    )
+def warn_of_growth(strategy: Any, num_learners: int) -> None:
+    """Warn if the learners of an outer step with momentum move apart."""
+    if strategy.differences_grow(num_learners):
+        warnings.warn(
+            f"{strategy.name}: outer_momentum is {strategy.outer_momentum:g}: with {num_learners} learners and "
+            f"{strategy.topology!r} the differences between learners grow without any gradient: take less",
+            stacklevel=2,
+        )
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Decode, Exchange
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.ops import WeightAverage
@@ -84,13 +83,12 @@ def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
     return AdaptiveConsensus(**wanted)
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """An exchange in progress: the rows that were sent, and their published values (None if the weights were sent)."""
+class _Pending(NamedTuple):
+    """An exchange in progress."""
 
     exchange: Exchange
     sent: Tensor
-    published_LP: Tensor | None
+    published_LP: Tensor | None  # the values of what was sent; None if the weights were
 
 
 @dataclass
@@ -202,12 +200,8 @@ class DPSGD(GradientAverages):
         self._quarantined: set[int] | None = None  # until the next average; None if no learner ever is
 
     def __repr__(self) -> str:
-        options = f"order={self.order!r}, staleness={self.staleness}, compression={self.compression}"
-        if self.consensus is not None:
-            options += f", consensus={describe(self.consensus)}"
-        if self.group > 1:
-            options += f", group={self.group}"
-        return f"DPSGD({self.topology!r}, {options})"
+        more = ["consensus"] * (self.consensus is not None) + ["group"] * (self.group > 1)
+        return f"DPSGD({self.topology!r}, {self._shown('order', 'staleness', 'compression', *more)})"
 
     @property
     @override
@@ -225,6 +219,7 @@ class DPSGD(GradientAverages):
             fixed_layout=self.group > 1,  # columns are sent before the first backward pass, which orders the buffer
             overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None and self.group == 1,
+            schedules=(self._share,) if isinstance(self._share, Setting) else (),
             no_deaths=no_deaths,
         )
 
@@ -246,12 +241,6 @@ class DPSGD(GradientAverages):
             check_stale(self.topology, num_learners)
 
     @override
-    def check_run(self, num_steps: int) -> None:
-        super().check_run(num_steps)
-        if isinstance(self._share, Setting):
-            self._share.check_run(num_steps)
-
-    @override
     def before_forward(self, learner: Learner) -> None:
         """Start the exchange of w(t), or combine, in the first forward pass of a step."""
         super().before_forward(learner)
@@ -259,7 +248,9 @@ class DPSGD(GradientAverages):
             return
         self._begun = True
         if self._published is not None:
-            self._published.begin(learner.flat.param_LP, self._neighbors(learner))
+            rounds = [self.topology.round(0, rank, learner.comm.num_learners) for rank in learner.comm.learners]
+            others = {source for plan in rounds for source in plan.sources}.difference(learner.comm.learners)
+            self._published.begin(learner.flat.param_LP, others)
         if self.order == ORDERS[0]:
             self._start(learner, learner.step)
         elif self.order == ORDERS[2]:
@@ -330,12 +321,6 @@ class DPSGD(GradientAverages):
         share = 1.0 if self._reference_lr is None else self._share.share(lr / self._reference_lr)
         return self.topology if share == 1 else Damped(self.topology, share)
 
-    def _neighbors(self, learner: Learner) -> set[int]:
-        """The learners of other processes that a learner held here reads from. For topologies that do not change."""
-        comm = learner.comm
-        rounds = (self.topology.round(0, rank, comm.num_learners) for rank in comm.learners)
-        return {source for plan in rounds for source in plan.sources}.difference(comm.learners)
-
     def _finish(self, learner: Learner) -> WeightAverage:
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
@@ -358,16 +343,12 @@ class DPSGD(GradientAverages):
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
         published = None if self._published is None else self._published.state_dict()
-        earlier = self._under_way[
-            : len(self._under_way) - self._begun
-        ]  # the next forward pass begins the last one again
-        stale = [(pending.sent, pending.published_LP) for pending in earlier]
-        quarantined = None if self._quarantined is None else sorted(self._quarantined)
+        earlier = len(self._under_way) - self._begun  # the next forward pass begins the last one again
         return {
             "published": published,
-            "stale": stale,
+            "stale": [(pending.sent, pending.published_LP) for pending in self._under_way[:earlier]],
             "remainder": self._remainder_LP,
-            "quarantined": quarantined,
+            "quarantined": None if self._quarantined is None else sorted(self._quarantined),
             "reference_lr": self._reference_lr,
         }
 

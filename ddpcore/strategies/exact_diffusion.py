@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -14,7 +15,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Ring
 from ddpcore.topology.rounds import TOLERANCE
-from ddpcore.topology.spectrum import is_symmetric, smallest_eigenvalue
+from ddpcore.topology.spectrum import is_symmetric
 from ddpcore.topology.wrapped import Damped
 
 
@@ -82,7 +83,7 @@ class ExactDiffusion(Strategy):
                 f"exact_diffusion: {self.topology!r} of {num_learners} learners is not symmetric, which may diverge: "
                 "take ring, or gradient_tracking"
             )
-        least = smallest_eigenvalue(mixing)
+        least = float(np.linalg.eigvalsh(mixing.dense())[0])
         if least <= -1 / 3 + TOLERANCE:
             raise ValueError(
                 f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "

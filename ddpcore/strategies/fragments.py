@@ -55,8 +55,17 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
         owners = _by_size([whole.numel() for whole in flat.parameters[: len(segments)]], fragments)  # also of DTensors
         number = fragments
     else:
-        owners = [_owner(segment.name, fragments) for segment in segments]
-        number = len(fragments)
+        owners, number = [], len(fragments)
+        for name in (segment.name for segment in segments):
+            found = [
+                str(fragment)
+                for fragment, prefixes in enumerate(fragments)
+                if any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+            ]
+            if len(found) != 1:
+                where = f"fragments {' and '.join(found)}" if found else "no fragment"
+                raise ValueError(f"local_sgd: fragments: parameter {name} is in {where}: name it, or its module, once")
+            owners.append(int(found[0]))
     for fragment in range(number):
         if fragment not in owners:
             assert not isinstance(fragments, int)
@@ -81,16 +90,3 @@ def _by_size(sizes: Sequence[int], number: int) -> list[int]:
         owners.append(min(max(wanted, least), last + 1))
         before += size
     return owners
-
-
-def _owner(name: str, fragments: Sequence[Sequence[str]]) -> int:
-    """The fragment that names a parameter or one of the modules around it."""
-    owners = [
-        fragment
-        for fragment, names in enumerate(fragments)
-        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in names)
-    ]
-    if len(owners) != 1:
-        found = "no fragment" if not owners else f"fragments {' and '.join(map(str, owners))}"
-        raise ValueError(f"local_sgd: fragments: parameter {name} is in {found}: name it, or its module, once")
-    return owners[0]

@@ -82,6 +82,7 @@ class GASLoC(GradientAverages):
         return Traits(
             averages_gradients=self.group > 1,
             group=self.group,
+            schedules=(self._rounds,),
             no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
             "on_failure='raise', or dpsgd",
         )
@@ -90,13 +91,7 @@ class GASLoC(GradientAverages):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
-        if self.differences_grow(num_learners):
-            warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
-
-    @override
-    def check_run(self, num_steps: int) -> None:
-        super().check_run(num_steps)
-        self._rounds.check_run(num_steps)
+        warn_of_growth(self, num_learners)
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""

@@ -90,7 +90,12 @@ class GradientTracking(Strategy):
     @override
     def before_step(self, learner: Learner) -> None:
         """Take the averages: ``w <- W w``, and ``W q + g - g_before`` for the gradient."""
-        self._check(learner)
+        optimizer = learner.optimizer
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "gradient_tracking: a gradient scaler is in use, and a scale or an overflow would stay in the tracked "
+                "gradients: train in bfloat16 or float32 without one"
+            )
         self.before_forward(learner)  # does nothing, unless the gradients were set without a forward pass
         assert self._exchange is not None
         assert self._message_LX is not None
@@ -106,14 +111,6 @@ class GradientTracking(Strategy):
         self._gradient_LP.copy_(flat.grad_LP)
         flat.grad_LP.copy_(tracked_LP)
         flat.param_LP.copy_(weights_LP)
-
-    def _check(self, learner: Learner) -> None:
-        optimizer = learner.optimizer
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            raise RuntimeError(
-                "gradient_tracking: a gradient scaler is in use, and a scale or an overflow would stay in the tracked "
-                "gradients: train in bfloat16 or float32 without one"
-            )
 
     @override
     def state_dict(self) -> dict[str, Any]:

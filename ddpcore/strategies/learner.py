@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,16 +92,6 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-class Watch(Protocol):
-    """The checks of weights that are sent: ``ddpcore.distributed.watch.LoopWatch``."""
-
-    def check_sent(self, columns_LX: Tensor | None) -> None:
-        """See :meth:`Learner.check_sent`."""
-
-    def check_unchanged(self) -> None:
-        """See :meth:`Learner.check_unchanged`."""
-
-
 @dataclass
 class Learner:
     """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners.
@@ -117,7 +107,7 @@ class Learner:
         shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
         share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
         live: the weights that peers change at any time, if they are not those of the models; else None.
-        watch: checks the weights that are sent. ``distribute`` sets it.
+        watch: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets.
     """
 
     flat: FlatParameters
@@ -130,24 +120,17 @@ class Learner:
     shares: Tensor | None = None
     share_mean: float = 1.0
     live: LiveWeights | None = None
-    watch: Watch | None = None
-
-    @torch.no_grad()
-    def living(self, rows: list[int]) -> list[int]:
-        """Those of these rows whose learners take part: a virtual learner that has died keeps its row."""
-        membership = self.comm.membership
-        if membership is None or len(self.models) == 1:
-            return rows
-        return [row for row in rows if row in membership.members]
+    watch: Any = None
 
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
         """The first parameter that is not finite, of those of these rows that take part and have one.
 
         Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
         """
-        found = {
-            row: name for row in self.living(rows) if (name := first_nonfinite(self.models[row], gradients=gradients))
-        }
+        membership = self.comm.membership
+        if membership is not None and len(self.models) > 1:  # a virtual learner that has died keeps its row
+            rows = [row for row in rows if row in membership.members]
+        found = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=gradients))}
         if self.flat.shards is None:
             return found
         num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)

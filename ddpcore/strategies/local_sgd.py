@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial, reduce
+from collections.abc import Callable, Mapping
+from functools import cache, partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.comm.base import Exchange, Work
+from ddpcore.comm.base import Exchange
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
-from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
@@ -28,31 +27,9 @@ from ddpcore.topology.schedule import Rounds, Setting, Varying
 from ddpcore.topology.wrapped import BetweenGroups, slowed
 
 
-@dataclass
-class _Average:
-    """An average of one part of the weights that is in progress, or complete."""
-
-    rows: Tensor  # what was sent; in the end the average, [L, X], or [1, X] of all learners
-    transfer: Work | Exchange | None  # None if it is complete
-    decode: Callable[[Tensor], Tensor] | None = None  # of messages, uint8 [1, Y]
-    group: int = 1  # so many learners have sent the same message
-    shares: Tensor | None = None  # [n], of messages
-
-    def finish(self) -> None:
-        """Wait, and compute the average."""
-        if isinstance(self.transfer, Work):
-            self.transfer.wait()
-        elif self.transfer is not None and self.decode is None:
-            self.transfer.mixture().apply_(self.rows)
-        elif self.transfer is not None and self.decode is not None:
-            found = self.transfer.rows(self.rows)
-            messages = {learner // self.group: found[learner][None] for learner in sorted(found)}  # one of each group
-            rows = {number: self.decode(message) for number, message in messages.items()}
-            if self.shares is not None:
-                shares = self.shares.view(-1, self.group).mean(dim=1).tolist()
-                rows = {number: row * shares[number] for number, row in rows.items()}
-            self.rows = reduce(torch.add, rows.values()) / len(rows)  # in one order
-        self.transfer = None
+def _filled(rows: Tensor, fill: Callable[[], object]) -> Tensor:
+    fill()
+    return rows
 
 
 def _check_rounds(topology: object, then: object, outer: object, restart: int, codec: Codec | None) -> None:
@@ -63,7 +40,7 @@ def _check_rounds(topology: object, then: object, outer: object, restart: int, c
             "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
         )
     check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
-    check_topology("local_sgd: then", then)
+    topology_of("local_sgd: then", then)
     if then is not None and topology is None:
         raise ValueError("local_sgd: then averages once more what topology has averaged: pass topology, too")
     if restart and outer is None:
@@ -161,7 +138,6 @@ class LocalSGD(GradientAverages):
         check_range("local_sgd: overlap", overlap, least=0, below=None if changes else self._rounds.value)
         self._alpha = Setting("local_sgd: alpha", alpha, least=0, most=1)
         check_range("local_sgd: error_decay", error_decay, least=0, most=1)
-        check_topology(self.name, topology)
         _check_rounds(topology, then, outer, restart, compression)
         self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.value)
         for option, used in (
@@ -175,7 +151,7 @@ class LocalSGD(GradientAverages):
         # All ranks must have the same: of a function only the name could be compared.
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
-        self.topology = None if topology is None else self._between(topology)
+        self.topology = None if topology is None else self._between(topology_of(self.name, topology))
         self.fragments = fragments
         self.overlap = overlap
         self.alpha = self._alpha.value
@@ -190,50 +166,45 @@ class LocalSGD(GradientAverages):
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
-        self._under_way: dict[int, _Average] = {}  # by part
+        self._under_way: dict[int, Callable[[], Tensor]] = {}  # by part: waits for the average, and returns it
         self._counts: list[Tensor] = []  # samples of the learners held here since the last average of each part, [L]
         self._kept: Tensor | None = None  # the shares of the last average
         self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
-        options = f"warmup_steps={self.warmup_steps}, switch_step={self.switch_step}, fragments={self.fragments}"
-        if self.topology is not None:
-            options += f", topology={self.topology!r}"
-        if self.overlap or self.alpha:
-            options += f", overlap={self.overlap}, alpha={describe(self.alpha)}"
-        if self.compression is not None:
-            options += f", compression={self.compression}, error_decay={self.error_decay}"
-        if self.group > 1:
-            options += f", group={self.group}"
-        if self.weights is not None:
-            options += f", weights={self.weights!r}"
-        if self.then is not None:
-            options += f", then={self.then!r}"
-        if self.restart:
-            options += f", restart={self.restart}"
-        return f"LocalSGD(period={describe(self.period)}, {options}, outer={'yes' if self.outer else None})"
+        shown = {
+            "period": True, "warmup_steps": True, "switch_step": True, "fragments": True,
+            "topology": self.topology is not None,
+            "overlap": self.overlap or self.alpha, "alpha": self.overlap or self.alpha,
+            "compression": self.compression is not None, "error_decay": self.compression is not None,
+            "group": self.group > 1, "weights": self.weights is not None, "then": self.then is not None,
+            "restart": self.restart,
+        }  # fmt: skip
+        options = self._shown(*(name for name, is_shown in shown.items() if is_shown))
+        return f"LocalSGD({options}, outer={'yes' if self.outer else None})"
 
     @property
     @override
     def traits(self) -> Traits:
+        no_deaths = NO_DEATHS_IN_GROUPS if self.group > 1 else ""
+        if not no_deaths and (self.overlap or self.compression is not None):
+            no_deaths = (
+                "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
+            )
+        elif not no_deaths and self.topology is not None and self.outer is not None:
+            no_deaths = (
+                "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
+                "one: leave topology or outer out"
+            )
         return Traits(
             averages_gradients=self.switch_step > 0 or self.group > 1,
             group=self.group,
             fixed_layout=self._num_fragments > 1,  # fragments are ranges of the buffer
-            no_deaths=self._no_deaths(),
+            weights=self.weights,
+            schedules=(self.then, self._rounds, self._alpha),
+            columns=tuple((begin, end) for _, begin, end in self._parts),
+            no_deaths=no_deaths,
         )
-
-    def _no_deaths(self) -> str:
-        if self.group > 1:
-            return NO_DEATHS_IN_GROUPS
-        if self.overlap or self.compression is not None:
-            return "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
-        if self.topology is not None and self.outer is not None:
-            return (
-                "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
-                "one: leave topology or outer out"
-            )
-        return ""
 
     @override
     def plan(self, step: int) -> Plan:
@@ -257,21 +228,6 @@ class LocalSGD(GradientAverages):
                 raise ValueError("local_sgd: topology and then keep different means: give both the same weights")
 
     @override
-    def check_run(self, num_steps: int) -> None:
-        super().check_run(num_steps)
-        if self.then is not None:
-            self.then.check_run(num_steps)
-        self._rounds.check_run(num_steps)
-        self._alpha.check_run(num_steps)
-
-    @override
-    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        if self.plan(learner.step).averages_gradients:
-            super().bucket_ready(learner, columns)
-
-    bucket_ready.only_averages = True  # type: ignore[attr-defined]
-
-    @override
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
         self._lay_out(learner)
@@ -285,10 +241,10 @@ class LocalSGD(GradientAverages):
         """Start the averages that are due in ``overlap`` steps, and use those that are due now."""
         if learner.step > self.switch_step:
             for index in self._due(learner.step + self.overlap):
-                self._under_way[index] = self._start(learner, index)
+                self._under_way[index] = cache(self._start(learner, index))
         for index in self._due(learner.step):
             if index in self._under_way:
-                self._use(learner, index, self._under_way.pop(index))
+                self._use(learner, index, self._under_way.pop(index)())
         is_last = self.restart and (self._rounds.number(learner.step - 1) + 1) % self.restart == 0
         if self._anchor is not None and is_last and self._is_due(learner.step, 0):
             self._anchor.restart()
@@ -314,7 +270,8 @@ class LocalSGD(GradientAverages):
         start_AP = weights_LP[:1] if self.topology is None else weights_LP
         return Anchor(start_AP, [(begin, end) for _, begin, end in self._parts], make)
 
-    def _start(self, learner: Learner, index: int) -> _Average:
+    def _start(self, learner: Learner, index: int) -> Callable[[], Tensor]:
+        """Send part ``index``. What it returns waits for the average, ``[L, X]``, or ``[1, X]`` of all learners."""
         _, begin, end = self._parts[index]
         weights_LX, copy_LX = learner.flat.param_LP[:, begin:end], self._copies[index]
         learner.check_sent(weights_LX)
@@ -325,24 +282,34 @@ class LocalSGD(GradientAverages):
         if self._feedback is not None:
             assert self._anchor is not None
             message = self._feedback.encode(self._anchor.rows(index) - weights_LX, index)
-            decode = partial(self._feedback.codec.decode, like_LP=weights_LX[:1])
-            transfer = learner.comm.exchange(message, BetweenGroups(self.group, Complete()), learner.step - 1)
-            return _Average(message, transfer, decode, self.group, shares)
+            exchange = learner.comm.exchange(message, BetweenGroups(self.group, Complete()), learner.step - 1)
+            return partial(self._decoded, exchange, message, weights_LX[:1], shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._topology is None:
             scale_(rows_LX, shares, learner)
-            return _Average(rows_LX, learner.comm.average_(rows_LX, learner.step - 1))
+            work = learner.comm.average_(rows_LX, learner.step - 1)
+            return partial(_filled, rows_LX, work.wait)
         if self.overlap or self.group > 1:
             exchange = exchange_columns(learner.comm, rows_LX, self._topology, self.group, learner.step - 1)
-            return _Average(rows_LX, exchange)
+            return partial(_filled, rows_LX, lambda: exchange.mixture().apply_(rows_LX))
         learner.comm.mix_(rows_LX, self._topology, learner.step - 1)
-        return _Average(rows_LX, None)
+        return lambda: rows_LX
 
-    def _use(self, learner: Learner, index: int, average: _Average) -> None:
+    def _decoded(self, exchange: Exchange, own_LY: Tensor, like_1X: Tensor, shares_n: Tensor | None) -> Tensor:
+        """The average of what one learner of each group has sent."""
+        assert self._feedback is not None
+        sent = exchange.rows(own_LY)
+        messages = {learner // self.group: sent[learner][None] for learner in sorted(sent)}
+        rows = {number: self._feedback.codec.decode(message, like_1X) for number, message in messages.items()}
+        if shares_n is not None:
+            shares = shares_n.view(-1, self.group).mean(dim=1).tolist()
+            rows = {number: row * shares[number] for number, row in rows.items()}
+        return reduce(torch.add, rows.values()) / len(rows)  # in one order
+
+    def _use(self, learner: Learner, index: int, result_AX: Tensor) -> None:
         """Step the anchor along the average, and take the result."""
         _, begin, end = self._parts[index]
-        average.finish()
-        weights_LX, result_AX = learner.flat.param_LP[:, begin:end], average.rows
+        weights_LX = learner.flat.param_LP[:, begin:end]
         if self._anchor is not None:
             anchor_AX = self._anchor.rows(index)
             is_change = self._feedback is not None
@@ -374,20 +341,18 @@ class LocalSGD(GradientAverages):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The anchor with its optimizer, and the averages that are not used yet. It waits for these."""
-        for average in self._under_way.values():
-            average.finish()
         return {
             "anchor": None if self._anchor is None else self._anchor.state_dict(),
             "errors": {} if self._feedback is None else self._feedback.state_dict(),
             "counts": self._counts,
             "shares": self._kept,
-            "averages": {index: average.rows for index, average in self._under_way.items()},
+            "averages": {index: wait() for index, wait in self._under_way.items()},
         }
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        for average in self._under_way.values():
-            average.finish()
+        for wait in self._under_way.values():
+            wait()
         self._lay_out(learner)
         if isinstance(self.weights, str):
             self._counts = [count.clone() for count in state["counts"]] or self._counts
@@ -396,10 +361,6 @@ class LocalSGD(GradientAverages):
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-        self._under_way = {int(index): _Average(rows.clone(), None) for index, rows in state["averages"].items()}
+        self._under_way = {int(index): cache(rows.clone) for index, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])
-
-    @override
-    def columns(self) -> Sequence[tuple[int, int]]:
-        return [(begin, end) for _, begin, end in self._parts]

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from ddpcore.comm.agreement import describe
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import warn_of_growth
 from ddpcore.strategies.local_sgd import LocalSGD
@@ -68,9 +67,7 @@ class NoLoCo(LocalSGD):
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         super().setup(num_learners, dtype)
-        if self.differences_grow(num_learners):
-            assert self.topology is not None
-            warn_of_growth(self.name, self.outer_momentum, num_learners, self.topology)
+        warn_of_growth(self, num_learners)
 
     def differences_grow(self, num_learners: int) -> bool:
         """Whether differences between learners grow by themselves (see the class). False for other topologies."""
@@ -81,5 +78,4 @@ class NoLoCo(LocalSGD):
         return b * (1 - 2 * e + s) * (1 + mu) > 2 * (1 - e) * (1 - mu**2) + 2 * mu * b * (1 - e) ** 2
 
     def __repr__(self) -> str:
-        options = f"period={describe(self.period)}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
-        return f"NoLoCo({self.topology!r}, {options})"
+        return f"NoLoCo({self.topology!r}, {self._shown('period', 'outer_lr', 'outer_momentum')})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.strategies.base import Strategy, Traits, check_mixable, check_topology
+from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 
@@ -34,9 +34,8 @@ class PushSum(Strategy):
     topology: Topology
 
     def __init__(self, topology: Topology) -> None:
-        check_topology(self.name, topology)
-        self.topology = topology
-        self._push_weights: Tensor | None = None  # p of all learners, float64 [n]
+        self.topology = topology_of(self.name, topology)
+        self._push_weights = torch.ones(0, dtype=torch.float64, device="cpu")  # p of all learners, [n]
         self._share_mean = 1.0  # of p: mixing keeps it, and a death changes it
         self._is_biased = False  # whether the flat buffer holds x
 
@@ -69,7 +68,6 @@ class PushSum(Strategy):
         step = learner.step - 1
         learner.check_sent()
         learner.comm.mix_(learner.flat.param_LP, self.topology, step)
-        assert self._push_weights is not None
         drawn = learner.comm.redrawn(self.topology)
         matrix = drawn.mixing_matrix(step, learner.comm.num_learners)  # the same on every rank
         self._push_weights = learner.shares = torch.from_numpy(matrix @ self._push_weights.numpy())
@@ -78,15 +76,12 @@ class PushSum(Strategy):
     @override
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
         """Lose the push weights of the dead: ``sum_j p_j`` of the living is what they held. A new learner has 1."""
-        old = self._push_weights
-        assert old is not None
-        held = [1.0 if number is None else float(old[number]) for number in before]
+        held = [1.0 if number is None else float(self._push_weights[number]) for number in before]
         self._push_weights = learner.shares = torch.tensor(held, dtype=torch.float64, device="cpu")
         self._share_mean = learner.share_mean = float(self._push_weights.mean())
 
     def _held(self, learner: Learner) -> Tensor:
         """p of the learners held here, ``[L, 1]``, with the dtype and the device of the weights."""
-        assert self._push_weights is not None
         held = self._push_weights[list(learner.comm.learners)]
         return held[:, None].to(learner.flat.param_LP)
 

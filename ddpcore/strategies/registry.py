@@ -23,6 +23,7 @@ from ddpcore.strategies.push_sum import PushSum
 from ddpcore.strategies.slowmo import SlowMo
 from ddpcore.strategies.ssgd import SSGD
 from ddpcore.topology.base import Topology
+from ddpcore.topology.registry import topology_named
 
 
 def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out: str) -> Callable[..., Strategy]:
@@ -39,9 +40,12 @@ def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out:
     return made
 
 
-def _local_sgd(**options: Any) -> LocalSGD:
-    """Without neighbours: a run always has a topology, and local SGD would use it."""
-    return LocalSGD(**options)
+def _local_sgd(*, gossip: Any = None, then: Any = None, seed: int = 0, **options: Any) -> LocalSGD:
+    """``gossip`` is its topology, by name as ``then``: a run always has a topology, which local SGD seldom wants."""
+    if then is not None and gossip is None:
+        raise ValueError("local_sgd: then averages once more what gossip has averaged: name its topology, too")
+    topology, then = (None if one is None else topology_named(one, seed) for one in (gossip, then))
+    return LocalSGD(topology=topology, then=then, **options)
 
 
 def _slowmo(topology: Topology | None = None, *, base: str = DPSGD.name, **options: Any) -> SlowMo:

@@ -11,27 +11,9 @@ from typing_extensions import override
 
 from ddpcore.ops import WeightAverage
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.anchor import Anchor
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_unweighted
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
-
-
-class _SlowMomentum(torch.optim.Optimizer):
-    """``u <- beta u + g;  x <- x - lr u``, where ``lr`` is set before each step."""
-
-    def __init__(self, params: Sequence[Tensor], momentum: float) -> None:
-        super().__init__(params, {"momentum": momentum, "lr": 0.0})
-
-    @override
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for x in group["params"]:
-                if "momentum_buffer" not in self.state[x]:
-                    self.state[x]["momentum_buffer"] = torch.zeros_like(x)
-                u = self.state[x]["momentum_buffer"].mul_(group["momentum"]).add_(x.grad)
-                x.sub_(u * group["lr"])
 
 
 class SlowMo(Strategy):
@@ -69,89 +51,85 @@ class SlowMo(Strategy):
                 f"slowmo: base sends differences by {base.compression.name}, which do not include the slow step: take "
                 "another compression"
             )
-        self.base = base
+        self.base, self._inner = base, Strategy() if base is None else base
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
-        self._anchor: Anchor | None = None  # w(t-H)
+        self._anchor_P: Tensor | None = None  # w(t-H)
+        self._momentum_P: Tensor | None = None  # u
 
     @property
     @override
     def traits(self) -> Traits:
-        return Traits() if self.base is None else self.base.traits
+        return self._inner.traits
 
     @override
     def plan(self, step: int) -> Plan:
         return Plan(weights=(step + 1) % self.period == 0 or (self.base is not None and self.base.plan(step).weights))
 
     def __repr__(self) -> str:
-        options = f"period={self.period}, slow_momentum={self.slow_momentum}, slow_lr={self.slow_lr}"
-        return f"SlowMo({self.base!r}, {options})"
+        return f"SlowMo({self.base!r}, {self._shown('period', 'slow_momentum', 'slow_lr')})"
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        if self.base is not None:
-            self.base.setup(num_learners, dtype)
-            check_unweighted(self, num_learners)
+        self._inner.setup(num_learners, dtype)
+        check_unweighted(self, num_learners)
 
     @override
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
-        if self.base is not None:
-            self.base.members_changed(learner, before)
+        self._inner.members_changed(learner, before)
 
     @override
     def before_forward(self, learner: Learner) -> None:
         self._begin(learner)
-        if self.base is not None:
-            self.base.before_forward(learner)
+        self._inner.before_forward(learner)
 
     @override
     def before_step(self, learner: Learner) -> WeightAverage | None:
         self._begin(learner)
-        return None if self.base is None else self.base.before_step(learner)
+        return self._inner.before_step(learner)
 
     @override
     def after_step(self, learner: Learner) -> None:
         """Call the base and, at the end of a period, take the slow step."""
-        if self.base is not None:
-            self.base.after_step(learner)
+        self._inner.after_step(learner)
         if learner.step % self.period:
             return
         weights_LP = learner.flat.param_LP
         learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
-        assert self._anchor is not None
+        assert self._anchor_P is not None
+        assert self._momentum_P is not None
         lr = learner.optimizer.param_groups[0]["lr"]
         if lr == 0:
             raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above 0")
-        self._outer.param_groups[0]["lr"] = self.slow_lr * lr
-        weights_LP.copy_(self._anchor.step((self._anchor.rows(0) - weights_LP[:1]) / lr, 0))
+        self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
+        self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))
+        weights_LP.copy_(self._anchor_P.expand_as(weights_LP))
 
     @override
     def quarantine(self, learners: Set[int]) -> None:
-        assert self.base is not None
-        self.base.quarantine(learners)
+        self._inner.quarantine(learners)
 
     def _begin(self, learner: Learner) -> None:
-        if self._anchor is None:  # all learners start with the same weights
-            weights_1P = learner.flat.param_LP[:1]
-            self._anchor = Anchor(weights_1P, [(0, weights_1P.shape[1])], self._make)
-
-    def _make(self, parts: Sequence[Tensor]) -> torch.optim.Optimizer:
-        self._outer = _SlowMomentum(parts, self.slow_momentum)
-        return self._outer
+        if self._anchor_P is None:  # all learners start with the same weights
+            self._anchor_P = learner.flat.param_LP[0].clone()
+            self._momentum_P = torch.zeros_like(self._anchor_P)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        base = None if self.base is None else self.base.state_dict()
-        return {"anchor": None if self._anchor is None else self._anchor.state_dict(), "base": base}
+        """As of version 0.2, whose momentum was in an optimizer."""
+        base, anchor = None if self.base is None else self.base.state_dict(), None
+        if self._anchor_P is not None:
+            anchor = {"parts": [self._anchor_P], "optimizer": {"state": {0: {"momentum_buffer": self._momentum_P}}}}
+        return {"anchor": anchor, "base": base}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         anchor = state["anchor"]
-        self._anchor = None
+        self._anchor_P = self._momentum_P = None
         if anchor is not None:
             self._begin(learner)
-            assert self._anchor is not None
-            self._anchor.load_state_dict(anchor)
-        if self.base is not None:
-            self.base.load_state_dict(learner, state["base"])
+            self._anchor_P = anchor["parts"][0].to(learner.flat.param_LP, copy=True)
+            for buffers in anchor["optimizer"]["state"].values():  # none before the first slow step
+                self._momentum_P = buffers["momentum_buffer"].to(learner.flat.param_LP, copy=True)
+        self._inner.load_state_dict(learner, state["base"])

@@ -29,6 +29,7 @@ class GradientAverages(Strategy):
     """
 
     group: int = 1
+    weights: Weights = None
 
     def __init__(self, group: int = 1, weights: Weights = None) -> None:
         group = typed(f"{self.name}: group", group, int)
@@ -62,7 +63,7 @@ class GradientAverages(Strategy):
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        """Start to average the columns.
+        """Start to average the columns, in a step whose plan says so.
 
         Raises:
             RuntimeError: the last backward pass failed, and no forward pass has run since then.
@@ -76,6 +77,8 @@ class GradientAverages(Strategy):
                 "model again, with use_reentrant=False"
             )
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
+        if size == 1:
+            return
         if is_first:
             self._shares = shares_of(self.name, self.weights, learner, own_samples(learner), size)
         scale_(columns, self._shares, learner)
@@ -112,7 +115,7 @@ class SSGD(GradientAverages):
     @property
     @override
     def traits(self) -> Traits:
-        return Traits(averages_gradients=True, stays_identical=True)
+        return Traits(averages_gradients=True, stays_identical=True, weights=self.weights)
 
     def __repr__(self) -> str:
         return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"

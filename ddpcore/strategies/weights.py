@@ -60,8 +60,8 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
         bad = [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]
         if bad:
             raise ValueError(
-                f"{name}: num_samples of learner {', '.join(map(str, bad))} is not set, or negative: before each "
-                "backward pass set handle.num_samples to the samples of its loss, a number for each learner held here"
+                f"{name}: num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative: "
+                "before each backward pass set handle.num_samples to the samples of its loss, one for each learner here"
             )
         weights = (all_n.square() if weights == "tokens" else all_n).tolist()
     size = size or num

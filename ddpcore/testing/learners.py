@@ -101,12 +101,10 @@ class SmallRun:
         make_strategy: makes a new strategy.
         num_learners: in all.
         scenario: see :class:`Scenario`.
-        group: of real ranks; None makes all learners virtual.
         mesh: instead of a group: ``learners`` and ``shards``, so that several ranks are one learner.
-        rows: virtual learners on each rank of the group; None makes each rank one learner.
-        connection: of the ranks; its buckets are the scenario's.
-        options: further arguments of :func:`ddpcore.distribute`.
         device: of the model.
+        arguments: of :func:`ddpcore.distribute`; the connection gets the buckets of the scenario. With a ``group`` or a
+            mesh and without ``learners`` each rank is one learner. Without both all learners are virtual.
     """
 
     def __init__(
@@ -115,31 +113,24 @@ class SmallRun:
         num_learners: int,
         scenario: Scenario,
         *,
-        group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
-        rows: int | None = None,
-        connection: Connection | None = None,
-        options: dict[str, Any] | None = None,
         device: torch.device | str = "cpu",
+        **arguments: Any,
     ) -> None:
         self._make_strategy, self._scenario, self._num_learners = make_strategy, scenario, num_learners
-        self._mesh, given = mesh, {"group": group} if mesh is None else {"mesh": mesh["learners"]}
-        group = group if mesh is None else mesh.get_group("learners")
+        self._mesh, self._device = mesh, device
+        group = arguments.get("group") if mesh is None else mesh.get_group("learners")
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._is_real = group is not None and rows is None
-        self._device = device
-        rows = 1 if self._is_real else num_learners if rows is None else rows
+        learners = num_learners if group is None else arguments.get("learners")
+        self._is_real, rows = learners is None, learners or 1
         self._held = range(self._rank * rows, (self._rank + 1) * rows)
+        size, connection = scenario.bucket_bytes, arguments.get("connection") or Connection()
         self._arguments = {
-            "learners": None if self._is_real else rows,
-            **given,
+            **arguments,
+            **({} if mesh is None else {"mesh": mesh["learners"]}),
+            "learners": learners,
             "vectorize": None if self._is_real else False,
-            "connection": replace(
-                connection or Connection(),
-                bucket_bytes=scenario.bucket_bytes,
-                first_bucket_bytes=scenario.bucket_bytes // 2,
-            ),
-            **(options or {}),
+            "connection": replace(connection, bucket_bytes=size, first_bucket_bytes=size // 2),
         }
 
     def run(self, num_steps: int = STEPS) -> Result:
@@ -148,7 +139,8 @@ class SmallRun:
         losses = []
         for step in range(num_steps):
             if step == self._scenario.resume_at:
-                saved = tree_map(_copy_of, (dict(model.state_dict()), optimizer.state_dict(), handle.state_dict()))
+                states = (dict(model.state_dict()), optimizer.state_dict(), handle.state_dict())
+                saved = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x), states)
                 model, optimizer, handle = self._start(seed=99)
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
@@ -218,7 +210,3 @@ def _numbers(model: nn.Module) -> dict[str, Tensor]:
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
-
-
-def _copy_of(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)

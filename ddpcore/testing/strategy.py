@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,18 @@ def check_strategy(
     if factory() is factory():
         raise AssertionError(f"{factory!r} returns the same strategy twice: it must make a new one at each call")
     counts = sorted(set(num_learners))
+    for one in scenarios:
+        if (size := BATCH // one.accumulation) % shards:
+            raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
     if shards > 1:
-        scenarios, tolerance = _sharded(scenarios, shards), tolerance + ROUNDING
-    with _one_thread():
+        scenarios, tolerance = [one for one in scenarios if not one.batch_norm], tolerance + ROUNDING
+    with ExitStack() as stack:  # the number of threads decides the order of sums in torch's matrix products
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         if counts[-1] > 1:
             _check_said(factory, counts[-1])
-        virtual = {
-            (count, index): SmallRun(factory, count, scenario).run()
-            for count in counts
-            for index, scenario in enumerate(scenarios)
-        }
+        runs = {(count, index): (count, one) for count in counts for index, one in enumerate(scenarios)}
+        virtual = {key: SmallRun(factory, *run).run() for key, run in runs.items()}
     for (count, index), result in virtual.items():
         _check_alone(factory(), scenarios[index], count, result, virtual)
     if not transports:
@@ -88,14 +91,6 @@ def check_strategy(
             where = f"{count} learners{f' of {shards} shards' * (shards > 1)}, {transport}, {scenarios[index].name}"
             for shard in range(shards):
                 _compare(where, seen[shard::shards], virtual[count, index], tolerance)
-
-
-def _sharded(scenarios: Sequence[Scenario], shards: int) -> list[Scenario]:
-    """Those that sharded learners can run."""
-    for one in scenarios:
-        if (size := BATCH // one.accumulation) % shards:
-            raise ValueError(f"shards is {shards} and {one.name} has batches of {size} samples: take 2 shards")
-    return [one for one in scenarios if not one.batch_norm]
 
 
 def run_rank(
@@ -129,46 +124,31 @@ def run_rank(
     dist.barrier()
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The number of threads decides the order of sums in torch's matrix products: one everywhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Watched(SmallRun):
     """Counts what virtual learners send, and the checks of what they send. Keeps their gradients of each step."""
 
-    _SENDS = ("average_", "mix_", "exchange", "live")
-
-    num_sent, num_checks = 0, 0
-
     def _start(self, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Distributed]:
         started = super()._start(seed)
-        self.learner = learner = started[2].learner
-        assert learner is not None
-        for name in self._SENDS:
-            setattr(learner.comm, name, self._counted("num_sent", getattr(learner.comm, name)))
-        setattr(learner, "check_sent", self._counted("num_checks", learner.check_sent))  # noqa: B010
+        learner: Any = started[2].learner
+        self.counts, self.sent, self.gradients = Counter[str](), list[bool](), list[list[Tensor | None]]()
+        for name in ("average_", "mix_", "exchange", "live"):
+            setattr(learner.comm, name, self._counted("sent", getattr(learner.comm, name)))
+        learner.check_sent = self._counted("checks", learner.check_sent)
         return started
 
-    def _counted(self, counter: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _counted(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            setattr(self, counter, getattr(self, counter) + 1)
+            self.counts[what] += 1
             return method(*args, **options)
 
         return call
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
-        before = self.num_sent
+        before = self.counts["sent"]
         losses = super()._step(step, optimizer, handle)
-        self.sent = [*getattr(self, "sent", []), self.num_sent > before]
+        self.sent.append(self.counts["sent"] > before)
         rows = [[p.grad.flatten() for p in one.parameters() if p.grad is not None] for one in handle.models]
-        self.gradients = [*getattr(self, "gradients", []), [torch.cat(row) if row else None for row in rows]]
+        self.gradients.append([torch.cat(row) if row else None for row in rows])
         return losses
 
 
@@ -186,7 +166,7 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     for step in range(SAID_STEPS):
         size = strategy.plan(step).gradients
         _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
-    if any(run.sent) and not strategy.traits.averages_gradients and not run.num_checks:
+    if any(run.sent) and not strategy.traits.averages_gradients and not run.counts["checks"]:
         raise AssertionError(
             f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
             "are not finite reach no neighbour"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from functools import reduce
 
 import numpy as np
 
@@ -39,11 +40,21 @@ def check_topology(topology: Topology, *, num_learners: Iterable[int] = range(1,
             topology.validate(count, push_sum=push_sum)
         except ValueError as error:
             raise AssertionError(f"{where}: {error}") from error
-        _check_pure(topology, count, where)
-        if topology.period(count) is not None:
-            _check_period(topology, count, where)
-            if not push_sum:
-                _check_gap(topology, count, where)
+        steps = range(topology.period(count) or RANDOM_STEPS)
+        rounds = [topology.rounds(step, count) for step in steps]
+        for step in reversed(steps):
+            if pickle.loads(pickle.dumps(topology)).rounds(step, count) != rounds[step]:
+                raise AssertionError(
+                    f"{where}: two calls of round({step}, ...) differ: draw from a generator of (seed, step)"
+                )
+        if topology.period(count) is None:
+            continue
+        for step in steps:
+            later = step + len(steps)
+            if topology.rounds(later, count) != rounds[step]:
+                raise AssertionError(f"{where}: period is {len(steps)} and the rounds of step {later} are others")
+        if not push_sum:
+            _check_gap(topology, count, where)
 
 
 def _supports(topology: Topology, count: int) -> bool:
@@ -54,36 +65,12 @@ def _supports(topology: Topology, count: int) -> bool:
     return True
 
 
-def _steps(topology: Topology, count: int) -> range:
-    return range(topology.period(count) or RANDOM_STEPS)
-
-
-def _check_pure(topology: Topology, count: int, where: str) -> None:
-    steps = _steps(topology, count)
-    forward = {step: topology.rounds(step, count) for step in steps}
-    other = pickle.loads(pickle.dumps(topology))
-    for step in reversed(steps):
-        if other.rounds(step, count) != forward[step]:
-            raise AssertionError(
-                f"{where}: two calls of round({step}, ...) differ: draw from a generator of (seed, step)"
-            )
-
-
-def _check_period(topology: Topology, count: int, where: str) -> None:
-    period = len(_steps(topology, count))
-    for step in range(period):
-        if topology.rounds(step + period, count) != topology.rounds(step, count):
-            raise AssertionError(f"{where}: period is {period} and the rounds of step {step + period} are others")
-
-
 def _check_gap(topology: Topology, count: int, where: str) -> None:
     """The gap against the singular values of the product of one period's matrices."""
-    product = np.eye(count)
-    steps = _steps(topology, count)
-    for step in steps:
-        product = topology.matrix(step, count) @ product
+    period = topology.period(count) or 0
+    product = reduce(np.matmul, [topology.matrix(step, count) for step in reversed(range(period))])
     second = np.linalg.svd(product - 1 / count, compute_uv=False)[0]
-    expected = 1.0 if second < 1e-12 * count else max(0.0, 1.0 - float(second) ** (1 / len(steps)))
+    expected = 1.0 if second < 1e-12 * count else max(0.0, 1.0 - float(second) ** (1 / period))
     gap = topology.spectral_gap(count)
     if abs(gap - expected) > 1e-6:
         raise AssertionError(

@@ -6,5 +6,6 @@ Algorithm 1), with W[j, k] the weight that learner j gives to learner k. W is do
 learner holds an average; columns sum to one, so averaging never moves the mean over learners. On a directed graph only
 the columns do: that is for push-sum, and ordinary gossip refuses it.
 
-What a topology costs is linear in its edges; a matrix [n, n] is formed only by `matrix()`.
+What a topology costs is linear in its edges. A matrix [n, n] is formed only by `matrix()`, and for the eigenvalues of a
+topology in which learners do not do the same.
 """

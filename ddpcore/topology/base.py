@@ -47,10 +47,6 @@ class Topology(ABC):
         """How much each learner counts in the mean that averages keep, float64 [n] with mean 1; None: all alike."""
         return None
 
-    def expected_square(self, num_learners: int) -> Matrix:
-        """E[W^T W] of a random topology in closed form, float64 [n, n]."""
-        raise NotImplementedError(f"{type(self).__name__} has no closed form of E[W^T W]")
-
     def check_run(self, num_steps: int) -> None:
         """Raise ValueError if the topology has a schedule that goes past the end of a run of so many steps."""
 
@@ -60,10 +56,7 @@ class Topology(ABC):
         return [self.round(step, rank, num_learners) for rank in range(num_learners)]
 
     def mixing_matrix(self, step: int, num_learners: int) -> MixingMatrix:
-        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges.
-
-        Its method ``sparse()`` converts it for scipy.
-        """
+        """The mixing matrix W of a step in compressed rows, [n, n]; the cost is linear in the edges."""
         return of_step.mixing_matrix(self.rounds(step, num_learners))
 
     def matrix(self, step: int, num_learners: int) -> Matrix:
@@ -78,28 +71,25 @@ class Topology(ABC):
         - Period T, only columns sum to one: the same with the modulus of the second eigenvalue, which is the asymptotic
           rate of push-sum.
         - Random: 1 - lambda_2(E[W^T W]). A step multiplies the expected *squared* distance by 1 - gap (Boyd et al.
-          2006, "Randomized gossip algorithms").
-        - With weights of learners: the same with weighted distances; E is the mean of the first 256 steps.
+          2006, "Randomized gossip algorithms"). E is the mean of the first 256 steps where no formula is known.
+        - With weights of learners: the same with weighted distances.
 
-        Computed by a Fourier transform if there are `translations`, else with dense matrices up to 512 learners and by
-        Lanczos iteration (of scipy) above. RuntimeError if that does not converge, because the gap is too small.
+        Computed by a Fourier transform if there are `translations`, else with dense matrices: the cost is cubic in n.
         """
         check(0, 0, num_learners)
         if num_learners == 1:
             return 1.0
         period, kept = self.period(num_learners), self.kept_weights(num_learners)
-        if kept is not None:
-            matrices = [
-                self.matrix(step, num_learners) for step in range(8 * RANDOM_STEPS if period is None else period)
-            ]
-            return spectrum.weighted_gap(matrices, kept, is_random=period is None)
-        if period is None:
-            deviation = self.expected_square(num_learners) - 1 / num_learners
-            return min(1.0, 1.0 - float(np.linalg.eigvalsh(deviation)[-1]))
+        if period is None or kept is not None:
+            steps = range(8 * RANDOM_STEPS if period is None else period)
+            weights = np.ones(num_learners) if kept is None else kept
+            matrices = [self.matrix(step, num_learners) for step in steps]
+            return spectrum.weighted_gap(matrices, weights, is_random=period is None)
         shape = self.translations(num_learners)
         if shape is not None:
             firsts = [self.round(step, 0, num_learners) for step in range(period)]
-            shrunk = spectrum.contraction_on_grid([of_step.first_row(turn, shape) for turn in firsts])
+            eigenvalues = spectrum.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])
+            shrunk = float(abs(eigenvalues[1:]).max())  # convolutions commute and are normal matrices
         else:
             shrunk = spectrum.contraction([self.mixing_matrix(step, num_learners) for step in range(period)])
         rounding = num_learners * float(np.finfo(np.float64).eps)  # its T-th root would not be small

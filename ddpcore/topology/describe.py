@@ -55,11 +55,10 @@ class Description:
 
 
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
-    """Measure a topology with n learners; the cost is linear in its edges, or in the edges of learner 0 on a grid.
+    """Measure a topology with n learners, at the cost of its edges and of `Topology.spectral_gap`.
 
     Raises:
         ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
-        RuntimeError: see `Topology.spectral_gap`.
     """
     check(0, 0, num_learners)
     check_range("epsilon", epsilon, above=0, below=1)
@@ -120,10 +119,10 @@ def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
     """The smallest eigenvalue of the matrix of a static topology; None if it is not symmetric."""
     shape = topology.translations(num_learners)
     if shape is not None:
-        eigenvalues = spectrum.grid_eigenvalues(first_row(topology.round(0, 0, num_learners), shape))
+        eigenvalues = spectrum.grid_eigenvalues([first_row(topology.round(0, 0, num_learners), shape)])
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
     mixing = topology.mixing_matrix(0, num_learners)
-    return spectrum.smallest_eigenvalue(mixing) if spectrum.is_symmetric(mixing) else None
+    return float(np.linalg.eigvalsh(mixing.dense())[0]) if spectrum.is_symmetric(mixing) else None
 
 
 def check_stale(topology: Topology, num_learners: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,22 +44,18 @@ class FromMatrix(Given):
     weights: tuple[float, ...] | None = field(default=None, metadata={"new": True})
 
     def __init__(self, matrix: Any, weights: Sequence[float] | None = None) -> None:
-        mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
+        mixing = np.asarray(matrix.toarray() if hasattr(matrix, "toarray") else matrix, dtype=np.float64)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
             raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
-        rows, columns, values = _entries(mixing)
-        if not np.isfinite(values).all():
+        if not np.isfinite(mixing).all():
             raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
-        found: list[dict[int, float]] = [{} for _ in range(mixing.shape[0])]
-        readers: list[list[int]] = [[] for _ in found]
-        for reader, source, weight in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
-            found[reader][source] = weight
-            if reader != source:
-                readers[source].append(reader)
-        rounds = [
-            Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
-            for rank, given in enumerate(found)
-        ]
+        rounds = []
+        for rank, row in enumerate(mixing):
+            sources, readers = (
+                tuple(other for other in np.nonzero(line)[0].tolist() if other != rank)
+                for line in (row, mixing[:, rank])
+            )
+            rounds.append(Round(float(row[rank]) + 0.0, sources, tuple(row[list(sources)].tolist()), readers))
         object.__setattr__(self, "_rounds", tuple(rounds))
         object.__setattr__(self, "weights", None if weights is None else checked_weights("FromMatrix", weights))
         self.validate(len(rounds))
@@ -97,35 +93,18 @@ class FromGraph(Given):
                 "networkx.convert_node_labels_to_integers makes them so"
             )
         directed = bool(graph.is_directed())
-        sources: list[set[int]] = [set() for _ in range(num_learners)]
-        destinations: list[set[int]] = [set() for _ in range(num_learners)]
-        for source, destination in ((edge[0], edge[1]) for edge in graph.edges):
-            if source == destination:
-                continue
-            for sender, reader in ((source, destination), (destination, source))[: 1 if directed else 2]:
-                sources[reader].add(sender)
-                destinations[sender].add(reader)
-        object.__setattr__(self, "_rounds", tuple(_weighted(sources, destinations, directed)))
+        edges = {(edge[0], edge[1]) for edge in graph.edges if edge[0] != edge[1]}
+        if not directed:
+            edges |= {(reader, source) for source, reader in edges}
+        sources: list[list[int]] = [[] for _ in range(num_learners)]
+        readers: list[list[int]] = [[] for _ in range(num_learners)]
+        for source, reader in sorted(edges):
+            sources[reader].append(source)
+            readers[source].append(reader)
+        degrees, rounds = [len(one) for one in readers], []
+        for rank, own in enumerate(degrees):
+            weights = tuple(1 / (1 + max(degrees[other], 0 if directed else own)) for other in sources[rank])
+            left = 1 / (1 + own) if directed else 1 - math.fsum(weights)
+            rounds.append(Round(left, tuple(sources[rank]), weights, tuple(readers[rank])))
+        object.__setattr__(self, "_rounds", tuple(rounds))
         self.validate(num_learners, push_sum=directed)
-
-
-def _entries(mixing: Any) -> tuple[Any, Any, Any]:
-    """Rows, columns and float64 values of the entries other than 0, ordered by row and column."""
-    if not hasattr(mixing, "tocsr"):
-        places = np.nonzero(mixing)
-        return *places, mixing[places]
-    rows = mixing.tocsr(copy=True)
-    rows.sum_duplicates()  # sorts too
-    rows.eliminate_zeros()
-    entries = rows.tocoo()
-    return entries.row, entries.col, entries.data.astype(np.float64)
-
-
-def _weighted(sources: Sequence[set[int]], destinations: Sequence[set[int]], directed: bool) -> Iterator[Round]:
-    """The round of each learner, with the weights of :class:`FromGraph`."""
-    degrees = [len(readers) for readers in destinations]
-    for rank, senders in enumerate(sources):
-        ordered = tuple(sorted(senders))
-        weights = tuple(1 / (1 + max(degrees[other], 0 if directed else degrees[rank])) for other in ordered)
-        own = 1 / (1 + degrees[rank]) if directed else 1 - math.fsum(weights)
-        yield Round(own, ordered, weights, tuple(sorted(destinations[rank])))

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from ddpcore.options.typed import check_range, typed
-from ddpcore.topology.base import Matrix, Topology, check
+from ddpcore.topology.base import Topology, check
 from ddpcore.topology.rounds import Round
 
 Pairs = tuple[tuple[int, int], ...]
@@ -48,16 +48,6 @@ class RandomPair(Topology):
     def period(self, num_learners: int) -> None:
         """None: the rounds do not repeat."""
 
-    def expected_square(self, num_learners: int) -> Matrix:
-        """((k + 1) I + 2 k E[M] + k (k - 1) E[M]^2) / (k + 1)^2, with M the permutation matrix of a matching: M^2 = I.
-
-        Even n: E[M] = (J - I) / (n - 1). Odd n: a learner is idle with probability 1 / n, so E[M] = J / n.
-        """
-        check(0, 0, num_learners)
-        k, identity, ones = self.num_partners, np.eye(num_learners), np.ones((num_learners, num_learners))
-        expected = ones / num_learners if num_learners % 2 else (ones - identity) / (num_learners - 1)
-        return ((k + 1) * identity + 2 * k * expected + k * (k - 1) * expected @ expected) / (k + 1) ** 2
-
     def kept(self, num_learners: int) -> tuple[float, float]:
         """What an average leaves of the differences between learners: e and s, with E[W] d = e d and E[W^2] d = s d.
 
@@ -68,9 +58,10 @@ class RandomPair(Topology):
         return mean, 1 - self.spectral_gap(num_learners)
 
     def spectral_gap(self, num_learners: int) -> float:
-        """In closed form from `expected_square`; 1.0 for one learner.
+        """In closed form: with one partner n / (2n - 2) for even n, and 1/2 for odd n; 1.0 for one learner.
 
-        With one partner n / (2n - 2) for even n, and 1/2 for odd n.
+        E[W^2] = ((k + 1) I + 2 k E[M] + k (k - 1) E[M]^2) / (k + 1)^2, with M the permutation of a matching: M^2 = I.
+        Even n: E[M] = (J - I) / (n - 1). Odd n: a learner is idle with probability 1 / n, so E[M] = J / n.
         """
         check(0, 0, num_learners)
         if num_learners == 1:

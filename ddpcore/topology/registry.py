@@ -20,10 +20,13 @@ def _hierarchical(local_size: int = 2) -> Hierarchical:
 
 def _scheduled(stages: Any = ((0, "ring"),), seed: int = 0) -> Scheduled:
     """A topology from each step on, by name or by a table of name and options: ``[[0, "ring"], [600, "complete"]]``."""
-    named = [
-        (step, dict(one) if isinstance(one, Mapping) else {"name": one}) for step, one in Milestones(stages).stages
-    ]
-    return Scheduled([(step, TOPOLOGIES.build(str(one.pop("name", "")), seed=seed, **one)) for step, one in named])
+    return Scheduled([(step, topology_named(one, seed)) for step, one in Milestones(stages).stages])
+
+
+def topology_named(wanted: Any, seed: int = 0) -> Topology:
+    """The topology of a name, or of a table of a name and options. ValueError: there is none."""
+    table = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
+    return TOPOLOGIES.build(str(table.pop("name", "")), **{"seed": seed, **table})
 
 
 # Those that are made from a list, a matrix or a graph have no name.

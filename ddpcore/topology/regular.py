@@ -77,7 +77,7 @@ class Ring(Static, Cyclic):
         if side > 1 and num_learners < smallest:
             text = f"Ring: {side} neighbours each side need at least {smallest} learners, there are {num_learners}"
             raise ValueError(f"{text}: take more learners or fewer neighbours")
-        mean = _both_ways(_around(rank, hop, num_learners) for hop in range(-side, side + 1) if hop % num_learners)
+        mean = _both_ways((rank + hop) % num_learners for hop in range(-side, side + 1) if hop % num_learners)
         if self.self_weight is None or not mean.sources:
             return mean
         weight = (1 - self.self_weight) / len(mean.sources)
@@ -119,8 +119,8 @@ class Torus2D(Static):
         check(step, rank, num_learners)
         num_rows, num_columns = self.translations(num_learners)
         row, column = divmod(rank, num_columns)
-        vertical = {_around(row, hop, num_rows) * num_columns + column for hop in (-1, 1)}
-        horizontal = {row * num_columns + _around(column, hop, num_columns) for hop in (-1, 1)}
+        vertical = {(row + hop) % num_rows * num_columns + column for hop in (-1, 1)}
+        horizontal = {row * num_columns + (column + hop) % num_columns for hop in (-1, 1)}
         return _both_ways((vertical | horizontal) - {rank})
 
     def translations(self, num_learners: int) -> tuple[int, int]:
@@ -172,10 +172,8 @@ class StaticExponential(Static, Cyclic):
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """T sources with lower ranks and T destinations with higher ranks (mod n)."""
         check(step, rank, num_learners)
-        hops = [1 << power for power in range(_num_powers(num_learners))]
-        return uniform(
-            (_around(rank, -hop, num_learners) for hop in hops), (_around(rank, hop, num_learners) for hop in hops)
-        )
+        hops = [1 << power for power in range((num_learners - 1).bit_length())]
+        return uniform(((rank - hop) % num_learners for hop in hops), ((rank + hop) % num_learners for hop in hops))
 
 
 @dataclass(frozen=True)
@@ -193,20 +191,11 @@ class OnePeerExponential(Cyclic):
         if num_learners == 1:
             return uniform((), ())
         hop = 1 << (step % self.period(num_learners))
-        return uniform([_around(rank, -hop, num_learners)], [_around(rank, hop, num_learners)])
+        return uniform([(rank - hop) % num_learners], [(rank + hop) % num_learners])
 
     def period(self, num_learners: int) -> int:
         """ceil(log2 n), at least 1."""
-        return max(1, _num_powers(num_learners))
-
-
-def _around(place: int, hop: int, length: int) -> int:
-    return (place + hop) % length
-
-
-def _num_powers(num_learners: int) -> int:
-    """ceil(log2 n), the number of powers of two below n; a float logarithm is wrong near powers of two."""
-    return (num_learners - 1).bit_length()
+        return max(1, (num_learners - 1).bit_length())  # a float logarithm is wrong near powers of two
 
 
 def _both_ways(neighbors: Iterable[int]) -> Round:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from ddpcore.options.extras import extra
 
 TOLERANCE = 1e-6  # of row and column sums: accepts matrices that were rounded to float32
 
@@ -41,7 +38,7 @@ def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class MixingMatrix:
-    """The mixing matrix W of one step in compressed rows, n x n.
+    """The mixing matrix W of a step, n x n, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``.
 
     Attributes:
         offsets: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1].
@@ -75,28 +72,11 @@ class MixingMatrix:
         of_columns = self._added(self.columns, self.values * weights[self.rows]) / weights
         return self._added(self.rows, self.values), of_columns
 
-    def positive_edges(self, rank: int) -> npt.NDArray[np.int64]:
-        """The columns of the entries above 0 in a row."""
-        row = slice(self.offsets[rank], self.offsets[rank + 1])
-        return self.columns[row][self.values[row] > 0]
-
-    def transposed(self) -> MixingMatrix:
-        """The transpose of W."""
-        order = np.argsort(self.columns, kind="stable")
-        offsets = np.cumsum([0, *np.bincount(self.columns, minlength=self.num_learners)])
-        return MixingMatrix(offsets, self.rows[order], self.values[order])
-
     def dense(self) -> npt.NDArray[np.float64]:
         """W as an array, float64 [n, n]."""
         found = np.zeros((self.num_learners, self.num_learners))
         found[self.rows, self.columns] = self.values
         return found
-
-    def sparse(self) -> Any:
-        """W as a ``scipy.sparse.csr_array``."""
-        with extra("train"):
-            from scipy.sparse import csr_array  # noqa: PLC0415  only large topologies need scipy
-        return csr_array((self.values, self.columns, self.offsets), shape=(self.num_learners,) * 2)
 
     def _added(self, places: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The sums of the values of each place, added in order."""
@@ -159,20 +139,12 @@ def check_weights(
 
 def check_connected(name: str, matrices: Sequence[MixingMatrix]) -> None:
     """ValueError unless the directed edges of all matrices together lead from every learner to every other."""
-    backwards = [mixing.transposed() for mixing in matrices]
-    if not (_reaches_all(matrices) and _reaches_all(backwards)):  # learner 0 reaches all, and all reach learner 0
-        raise ValueError(f"{name} of {matrices[0].num_learners} learners is not connected: join its parts")
-
-
-def _reaches_all(matrices: Sequence[MixingMatrix]) -> bool:
-    """Whether the edges lead from learner 0 to all others."""
-    found = np.zeros(matrices[0].num_learners, dtype=bool)
-    found[0], waiting = True, [0]
-    while waiting:
-        rank = waiting.pop()
-        for mixing in matrices:
-            others = mixing.positive_edges(rank)
-            new = others[~found[others]]
-            found[new] = True
-            waiting += new.tolist()
-    return bool(found.all())
+    readers = np.concatenate([mixing.rows[mixing.values > 0] for mixing in matrices])
+    sources = np.concatenate([mixing.columns[mixing.values > 0] for mixing in matrices])
+    for starts, ends in ((readers, sources), (sources, readers)):  # learner 0 is reached by all, and reaches all
+        found, num_found = np.arange(matrices[0].num_learners) == 0, 0
+        while num_found < found.sum():
+            num_found = int(found.sum())
+            found[ends[found[starts]]] = True
+        if num_found < len(found):
+            raise ValueError(f"{name} of {len(found)} learners is not connected: join its parts")

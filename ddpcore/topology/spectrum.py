@@ -17,8 +17,6 @@ from ddpcore.topology.rounds import TOLERANCE, MixingMatrix
 
 Vector = npt.NDArray[np.float64]
 
-MAX_DENSE = 512  # most learners for which dense matrices are used: they are the fastest there
-
 
 def is_doubly_stochastic(mixing: MixingMatrix) -> bool:
     """Whether rows and columns sum to one."""
@@ -35,30 +33,17 @@ def is_symmetric(mixing: MixingMatrix) -> bool:
     return bool(abs(mixing.values - np.where(is_opposite, mixing.values[found], 0.0)).max() <= TOLERANCE)
 
 
-def grid_eigenvalues(row: Vector) -> npt.NDArray[np.complex128]:
-    """All eigenvalues of the convolution whose row 0 is this grid."""
-    return np.fft.fftn(row).ravel()
-
-
-def contraction_on_grid(rows: Sequence[Vector]) -> float:
-    """The norm of D for a product of convolutions; they commute and are normal matrices."""
+def grid_eigenvalues(rows: Sequence[Vector]) -> npt.NDArray[np.complex128]:
+    """All eigenvalues of the product of convolutions whose rows 0 are these grids. The first one is 1, of the mean."""
     product = np.ones(rows[0].size, dtype=np.complex128)
     for row in rows:
-        product *= grid_eigenvalues(row)
-    return float(abs(product[1:]).max())
+        product *= np.fft.fftn(row).ravel()
+    return product
 
 
 def contraction(matrices: Sequence[MixingMatrix]) -> float:
-    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one.
-
-    RuntimeError if the Lanczos iteration, for more than MAX_DENSE learners, does not converge.
-    """
+    """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one."""
     balanced = all(map(is_doubly_stochastic, matrices))
-    if matrices[0].num_learners > MAX_DENSE:
-        from ddpcore.topology import lanczos  # noqa: PLC0415  it imports scipy
-
-        symmetric = len(matrices) == 1 and balanced and is_symmetric(matrices[0])
-        return lanczos.contraction([mixing.sparse() for mixing in matrices], balanced, symmetric)
     product = np.eye(matrices[0].num_learners)
     for mixing in matrices:
         product = mixing.dense() @ product
@@ -80,12 +65,3 @@ def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool
     product = reduce(np.matmul, reversed(scaled))
     shrunk = float(np.linalg.norm(product - np.outer(root, root), 2))
     return max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
-
-
-def smallest_eigenvalue(mixing: MixingMatrix) -> float:
-    """The smallest eigenvalue of a symmetric W."""
-    if mixing.num_learners > MAX_DENSE:
-        from ddpcore.topology import lanczos  # noqa: PLC0415  it imports scipy
-
-        return lanczos.extreme_eigenvalue(mixing.sparse(), "SA")
-    return float(np.linalg.eigvalsh(mixing.dense())[0])

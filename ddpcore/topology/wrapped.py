@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from ddpcore.options.typed import check_range
-from ddpcore.topology.base import Matrix, Topology, check, checked_weights, relative
+from ddpcore.topology.base import Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring, Static
 from ddpcore.topology.rounds import Round, uniform
@@ -84,8 +84,10 @@ class Weighted(_Wrapped):
         return None  # learners differ
 
     @override
-    def expected_square(self, num_learners: int) -> Matrix:
-        return self.topology.expected_square(num_learners)  # asked for equal weights only
+    def spectral_gap(self, num_learners: int) -> float:
+        if self.kept_weights(num_learners) is None:
+            return self.topology.spectral_gap(num_learners)
+        return super().spectral_gap(num_learners)
 
     @override
     def kept_weights(self, num_learners: int) -> Vector | None:

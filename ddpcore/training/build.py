@@ -23,7 +23,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.runtime.launch import World
-from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_transport
+from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.sections import GROWTH_POWERS
 from ddpcore.training.trainer import Trainer
@@ -276,7 +276,7 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     if isinstance(strategy, Strategy):
         policies.check(strategy)
         strategy.setup(config.strategy.learners, torch.float32)
-        strategy.check_run(total_steps(config, batches))
+        check_run(strategy, total_steps(config, batches))
     elif policies != Policies():
         raise ValueError(f"{strategy.name} runs without policies: leave them out")
     if config.run.target is not None and config.run.evaluate_on not in dataset.splits():
@@ -312,7 +312,7 @@ def build_trainer(
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
     if isinstance(strategy, Strategy):
-        strategy.check_run(total_steps(config, batches))
+        check_run(strategy, total_steps(config, batches))
     arguments = {**_arguments(placement, strategy, buckets or {}), **options}
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners

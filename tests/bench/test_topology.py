@@ -55,7 +55,7 @@ def test_one_name_and_its_options(tmp_path: Path) -> None:
 
 
 def test_a_warning_comes_before_a_long_computation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for num_learners, says in ((MANY, ""), (MANY + 2, "8,194 learners may take minutes: take fewer")):
+    for num_learners, says in ((MANY, ""), (MANY + 2, "2,050 learners may take minutes: take fewer")):
         (row,) = run(f"topology ring --world-size {num_learners}", tmp_path)["rows"]
         assert row["num_learners"] == num_learners
         errors = capsys.readouterr().err

@@ -77,6 +77,12 @@ def test_a_layer_that_one_rank_freezes_is_named(seen: list[dict[Any, Any]]) -> N
     assert seen[0]["frozen"].startswith("parameter 0.bias is frozen here and has a gradient on another learner")
 
 
+def test_samples_that_one_rank_forgets_are_named_on_all(seen: list[dict[Any, Any]]) -> None:
+    for error, is_as_before in (one["samples"] for one in seen):
+        assert error.startswith("ssgd: num_samples of learner 1 was not set in each step")
+        assert is_as_before
+
+
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 def test_a_model_that_is_frozen_on_one_rank_alone_is_named(transport: str, seen: list[dict[Any, Any]]) -> None:
     """That rank has no backward pass. Its error names the parameter, and the other rank's error names the rank."""

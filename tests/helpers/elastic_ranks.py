@@ -114,7 +114,7 @@ class ElasticRun(SmallRun):
             replace(Scenario(), batch_norm=trial.strategy == "slowmo"),
             group=group,
             connection=Connection(on_failure="shrink", transport=transport),
-            options={"policies": POLICIES.get(trial.strategy)},
+            policies=POLICIES.get(trial.strategy),
         )
         self.handle: Any = None
         self.slowest = 0.0
@@ -187,7 +187,7 @@ class Newcomer(ElasticRun):
         super().__init__(trial, None)
         self._store, self._is_real = store, True
         for name in ("learners", "group", "vectorize"):
-            del self._arguments[name]
+            self._arguments.pop(name, None)
         self._arguments["connection"] = replace(self._arguments["connection"], transport=trial.transport)
 
     def run(self, num_steps: int = NUM_STEPS) -> Result:

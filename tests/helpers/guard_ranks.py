@@ -183,11 +183,31 @@ def all_frozen_on_rank_1(transport: str, rank: int) -> str:
     return "no error"
 
 
+def samples_set_once(rank: int) -> tuple[str, bool]:
+    """Rank 1 has no samples and no pass, and sets that only before the first step."""
+    model = net()
+    optimizer, error = sgd(model), "no error"
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD("samples"))
+    for step in range(2):
+        before = weights(model)
+        optimizer.zero_grad()
+        if rank == 0 or step == 0:
+            handle.num_samples = 2 * (1 - rank)
+        try:
+            if rank == 0:
+                model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        except ValueError as raised:
+            error = str(raised)
+    return error, torch.equal(weights(model), before)
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
     seen["checkpointed"] = [checkpointed(rank, again) for again in (False, True)]
     seen["frozen"] = frozen_on_rank_0(rank)
+    seen["samples"] = samples_set_once(rank)
     for transport in ("shm", "pg"):
         seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
         dist.barrier()

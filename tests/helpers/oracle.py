@@ -269,7 +269,7 @@ def train(
         case.world_size,
         scenario,
         group=group,
-        rows=num_rows,
+        learners=num_rows,
         connection=Connection(transport=transport) if is_rank else None,
         device=device,
     )

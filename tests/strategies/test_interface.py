@@ -14,7 +14,7 @@ from ddpcore.optim import FusedSGD
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.regular import Ring
 
-MOST_POINTS = 19
+MOST_POINTS = 16
 
 
 def points_of(strategy: type) -> list[str]:
@@ -33,7 +33,7 @@ def test_each_point_is_used_by_a_strategy() -> None:
     made = [STRATEGIES.find(name) for name in ("ssgd", "dpsgd", "noisy_ssgd", "push_sum", "adpsgd", "noloco", "gasloc")]
     used = {name for one in made for kind in inspect.getmro(one) if kind is not Strategy for name in vars(kind)}
     used |= set(vars(ddpcore.SlowMo))
-    assert set(points_of(Strategy)) <= used | {"topology", "weights"}  # which many set in their constructor
+    assert set(points_of(Strategy)) <= used | {"topology"}  # which many set in their constructor
 
 
 @pytest.mark.parametrize(

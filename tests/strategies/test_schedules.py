@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore import DPSGD, Complete, GASLoC, LocalSGD, Milestones, NoLoCo, RandomPair, Ring, Scheduled
 from ddpcore.optim.schedules import cosine
+from ddpcore.strategies.base import check_run
 from ddpcore.testing import check_strategy, check_topology
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.training import TrainConfig
@@ -191,10 +192,25 @@ def test_schedules_past_the_run(strategy: dict[str, Any], message: str) -> None:
         check_parts(config, read_dataset(config, first=True))
 
 
+def test_local_sgd_of_a_file_gossips_by_names() -> None:
+    options = {"name": "local_sgd", "period": 3, "outer": {"lr": 0.7}, "gossip": "ring"}
+    config = run_config(**options, then={"name": "random_pair", "seed": 3})
+    made = config.make_strategy()
+    assert isinstance(made, LocalSGD)
+    assert (made.topology, made.then) == (Ring(), RandomPair(3))
+    paired = run_config(name="local_sgd", gossip="random_pair")
+    assert paired.make_strategy().topology == RandomPair(paired.run.seed)
+    assert run_config(name="local_sgd").make_strategy().topology is None
+    with pytest.raises(ValueError, match="local_sgd: then averages once more what gossip has averaged: name its"):
+        run_config(name="local_sgd", then="ring").make_strategy()
+    with pytest.raises(ValueError, match="unknown topology 'rng': did you mean 'ring'"):
+        run_config(name="local_sgd", gossip="rng").make_strategy()
+
+
 def test_functions_are_checked_over_the_whole_run() -> None:
     config = run_config(name="local_sgd")
     assert build_batches(config, read_dataset(config, first=True)).num_learners == N
     for strategy in (LocalSGD(period=lambda step: 9 - step), GASLoC(period=lambda step: 9 - step)):
-        strategy.check_run(9)
+        check_run(strategy, 9)
         with pytest.raises(ValueError, match="period at step 9 is 0: it must be at least 1"):
-            strategy.check_run(10)
+            check_run(strategy, 10)

@@ -319,6 +319,25 @@ def test_samples_that_are_not_set(bad: Any) -> None:
     assert weights_of_learners(run.handle).eq(0).all()
 
 
+def test_samples_count_in_one_step() -> None:
+    """A loop that forgets to set those of a smaller last batch would weigh it as the batch before."""
+    for strategy, num_before in ((SSGD("samples"), 1), (LocalSGD(2, weights="samples"), 2)):
+        run = Run(strategy)
+        before = run.step(num_before)
+        with pytest.raises(ValueError, match="num_samples of learner 0, 1, 2, 3 was not set in each step"):
+            for _ in range(num_before):
+                run.optimizer.zero_grad()
+                run.handle.model(MINIMA.float()).sum().backward()
+                run.optimizer.step()
+        if num_before == 1:
+            assert torch.equal(weights_of_learners(run.handle).double(), before)
+        else:  # local steps were taken, and nothing was averaged
+            moved = before - 0.2 * (before - MINIMA)
+            torch.testing.assert_close(
+                weights_of_learners(run.handle).double(), moved - 0.2 * (moved - MINIMA), rtol=0, atol=1e-6
+            )
+
+
 @each("make", [lambda: SSGD(P), lambda: DPSGD(Weighted(Ring(), P)), lambda: LocalSGD(2, weights="samples")])
 def test_learners_with_weights_do_not_die(make: Any) -> None:
     model = Point()

@@ -28,7 +28,6 @@ from ddpcore import (
 )
 from ddpcore.topology import base
 from ddpcore.topology.describe import describe
-from ddpcore.topology.spectrum import MAX_DENSE
 
 PATH = Matching([[(0, 1), (2, 3), (4, 5)], [(1, 2), (3, 4)]])
 OF_SIX = [
@@ -139,7 +138,8 @@ def test_invariants(chosen: Topology, n: int, step: int, seed: int) -> None:
     period, gap = chosen.period(n), chosen.spectral_gap(n)
     first = step if period is None else step - step % period
     for later in range(first, first + (period or 1)):
-        before, values = values, chosen.mixing_matrix(later, n).sparse() @ values
+        before, mixing = values, chosen.mixing_matrix(later, n)
+        values = np.stack([mixing @ column for column in values.T], axis=1)
         np.testing.assert_allclose(values.mean(axis=0), mean, atol=1e-14)
         assert np.linalg.norm(values - mean) <= np.linalg.norm(before - mean) * (1 + 1e-12) + 1e-13
     if period is not None:
@@ -165,52 +165,23 @@ MAKERS = {
     "path": lambda n: FromGraph(nx.path_graph(n)),
     "regular": random_regular,
 }
+DENSE = ("star", "path", "regular")  # their eigenvalues need a matrix [n, n]
 THOUSANDS = [pytest.param(n, marks=pytest.mark.slow if n > 64 else ()) for n in (64, 2048)]
 
 
 @pytest.mark.parametrize("n", THOUSANDS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_thousands_need_no_dense_matrix(name: str, n: int) -> None:
-    """Validated, described and stepped in less memory than half of a float64 [n, n] has (of 64 it is free to)."""
+    """Validated and stepped in less memory than half of a float64 [n, n] (of 64 it may be more). Most are described."""
     tracemalloc.start()
     try:
         chosen = MAKERS[name](n)
         chosen.validate(n)
-        found = describe(chosen, n)
+        if name not in DENSE:
+            assert 0 < describe(chosen, n).spectral_gap <= 1
         if chosen != Complete():
-            chosen.mixing_matrix(3, n).sparse()
+            chosen.mixing_matrix(3, n)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert 0 < found.spectral_gap <= 1
     assert n == 64 or peak < 8 * n * n / 2
-
-
-def test_iteration_finds_what_dense_algebra_finds() -> None:
-    """Above the limit, on symmetric, directed, slow and several-step matrices; a gap of 1e-5 to ten digits of sigma."""
-    n = MAX_DENSE + 88
-    ring = [[(j, (j + 1) % n) for j in range(first, n, 2)] for first in range(2)]
-    digraph = nx.gnp_random_graph(n, 0.02, seed=2, directed=True)
-    nx.add_cycle(digraph, range(n))
-    hops = FromMatrix((np.eye(n) + np.roll(np.eye(n), 1, 0) + np.roll(np.eye(n), 37, 0)) / 3)  # no name, no grid
-    cases = [FromGraph(nx.path_graph(n)), random_regular(n), Matching(ring), hops, FromGraph(digraph)]
-    for chosen in cases:
-        product = np.eye(n)
-        for step in range(chosen.period(n) or 0):
-            product = chosen.matrix(step, n) @ product
-        deviation = product - 1 / n
-        balanced = describe(chosen, n).doubly_stochastic
-        assert balanced == (chosen is not cases[-1])
-        dense = np.linalg.norm(deviation, 2) if balanced else abs(np.linalg.eigvals(deviation)).max()
-        assert chosen.spectral_gap(n) == pytest.approx(1 - dense ** (1 / (chosen.period(n) or 1)), abs=1e-10)
-    mixing = cases[0].matrix(0, n)
-    assert describe(cases[0], n).smallest_eigenvalue == pytest.approx(np.linalg.eigvalsh(mixing)[0], abs=1e-10)
-    assert describe(cases[1], n).smallest_eigenvalue == pytest.approx(
-        np.linalg.eigvalsh(cases[1].matrix(0, n))[0], abs=1e-10
-    )
-
-
-def test_an_exact_mean_of_many_is_found_without_a_direction_to_iterate_in() -> None:
-    n = 1024
-    chosen = Matching([[(j, j ^ 1 << bit) for j in range(n) if j < j ^ 1 << bit] for bit in range(10)])
-    assert chosen.spectral_gap(n) == 1.0

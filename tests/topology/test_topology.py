@@ -13,7 +13,6 @@ import pytest
 
 import ddpcore
 from ddpcore import TOPOLOGIES, Complete, FromMatrix, OnePeerExponential, RandomPair, Ring, Round, Topology
-from ddpcore.topology.base import Matrix
 from ddpcore.topology.pairs import random_matching
 from ddpcore.topology.wrapped import Slowed, redrawn
 from helpers.each import each
@@ -64,7 +63,9 @@ def test_random_pair_draws_every_matching_equally_often(num_learners: int) -> No
     num_steps = 6000
     mean = sum(RandomPair(3).matrix(step, num_learners) for step in range(num_steps)) / num_steps
     # a weight of 1/2 with probability p <= 1/3 has a standard deviation below 0.24 / sqrt(6000) = 0.003
-    np.testing.assert_allclose(mean, RandomPair(3).expected_square(num_learners), atol=0.015)
+    others, is_even = np.ones((num_learners, num_learners)), num_learners % 2 == 0
+    expected = (others - np.eye(num_learners)) / (num_learners - 1) if is_even else others / num_learners
+    np.testing.assert_allclose(mean, (np.eye(num_learners) + expected) / 2, atol=0.015)
 
 
 @pytest.mark.parametrize("num_learners", [2, 3, 8, 9])
@@ -303,9 +304,6 @@ class Halves(RandomPair):
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         return Round(0.5, (rank ^ 1,), (0.5,), (rank ^ 1,))
-
-    def expected_square(self, num_learners: int) -> Matrix:
-        return self.matrix(0, num_learners)
 
 
 def test_validate_finds_random_pairs_that_never_connect() -> None:

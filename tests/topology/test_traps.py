@@ -16,7 +16,7 @@ VALUES = np.random.default_rng(0).standard_normal(16)
 
 def averaged(chosen: Topology, values: np.ndarray, num_steps: int) -> np.ndarray:
     for step in range(num_steps):
-        values = chosen.mixing_matrix(step, len(values)).sparse() @ values
+        values = chosen.matrix(step, len(values)) @ values
     return values
 
 
