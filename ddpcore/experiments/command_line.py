@@ -35,7 +35,7 @@ class RunOptions:
         ValueError: an option has a value that is not allowed.
     """
 
-    EXAMPLE = "ddpcore experiments run saddle-escape --scale smoke --out runs/saddle"
+    EXAMPLE = "ddpcore experiments run digits-large-rate --scale cpu --rows ssgd-1.2,local-1.2 --out runs/rate"
 
     study: str = field(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
