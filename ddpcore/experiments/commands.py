@@ -50,17 +50,28 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 def _list(options: ListOptions) -> int:
     if options.study is None:
-        table = Table("study", "rows", "question", "published in", show_lines=True)
+        table = Table("study", "rows", "data", "question", "published in", show_lines=True)
         for one in map(study.find_study, study.STUDIES.names()):
-            table.add_row(*map(cell_of, (one.name, str(len(one.rows)), one.question, one.source)))
+            data = ", ".join(sorted({row.config("full").data.name for row in one.rows.values()}))
+            table.add_row(*map(cell_of, (one.name, str(len(one.rows)), data, one.question, one.source)))
     else:
-        table = Table("row", "learners", "about", "published", show_lines=True)
-        for row in study.find_study(options.study).rows.values():
-            learners = str(row.config("full").strategy.learners) + (" ranks" if row.ranks else "")
-            published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
-            table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
+        headings = ("row", "model", "strategy", "learners", "batch", "rate", "about", "published")
+        lines = [_line(row) for row in study.find_study(options.study).rows.values()]
+        kept = [column for column in zip(headings, *lines, strict=True) if any(column[1:])]
+        table = Table(*(column[0] for column in kept), show_lines=True)
+        for cells in zip(*(column[1:] for column in kept), strict=True):
+            table.add_row(*map(cell_of, cells))
     console_of(wide=False).print(table)
     return 0
+
+
+def _line(row: study.Row) -> tuple[str, ...]:
+    """What ``list STUDY`` says about a row. A column without a word is left out."""
+    config = row.config("full")
+    learners = str(config.strategy.learners) + (" ranks" if row.ranks else "")
+    published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
+    numbers = str(config.data.batch_size), f"{config.optimizer.lr:g}"
+    return row.name, config.model.name, config.strategy.name, learners, *numbers, row.about, published
 
 
 def _run(options: RunOptions) -> int:
