@@ -33,6 +33,7 @@ from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 from ddpcore.storage.limits import shown
+from ddpcore.training.config import DataConfig
 
 
 def run_command(argv: Sequence[str] | None) -> int:
@@ -52,7 +53,9 @@ def _list(options: ListOptions) -> int:
     if options.study is None:
         table = Table("study", "rows", "data", "question", "published in", show_lines=True)
         for one in map(study.find_study, study.STUDIES.names()):
-            data = ", ".join(sorted({row.config("full").data.name for row in one.rows.values()}))
+            layers = [layer.get("data", {}) for row in one.rows.values() for layer in row.layers["full"]]
+            names = {data if isinstance(data, str) else data.get("name", "") for data in layers} - {""}
+            data = ", ".join(sorted(names)) or DataConfig().name
             table.add_row(*map(cell_of, (one.name, str(len(one.rows)), data, one.question, one.source)))
     else:
         headings = ("row", "model", "strategy", "learners", "batch", "rate", "about", "published")
