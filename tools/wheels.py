@@ -71,7 +71,11 @@ def toolkit_for(cuda: str, python: str) -> str:
             f"the toolkit of CUDA {cuda} and set CUDA_HOME to its folder"
         )
     output(python, "-m", "pip", "install", "-q", *COMPILER[cuda])
-    return output(python, "-c", f"import sysconfig; print(sysconfig.get_paths()['purelib'] + '/nvidia/cu{cuda}')")
+    home = output(python, "-c", f"import sysconfig; print(sysconfig.get_paths()['purelib'] + '/nvidia/cu{cuda}')")
+    link = Path(home, "lib", "libcudart.so")
+    if Path(f"{link}.{cuda}").exists() and not link.exists():
+        link.symlink_to(f"libcudart.so.{cuda}")  # the packages have no name for the linker
+    return home
 
 
 def build(source: Path, cuda: str | None) -> Path:
