@@ -65,7 +65,8 @@ def main() -> None:
             file.with_suffix(".new").replace(file)  # the old file stays until the new one is complete
 
     weights = b"".join(p.detach().numpy().tobytes() for one in handle.models for p in one.parameters())
-    print(f"rank {rank}: with and without a stop, the same checksum of all weights: {zlib.crc32(weights):08x}")
+    step = args.stop_after or args.steps
+    print(f"rank {rank}: checksum of all weights after step {step}, stopped before or not: {zlib.crc32(weights):08x}")
     if on_ranks:
         dist.destroy_process_group()
 
