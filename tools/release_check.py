@@ -74,7 +74,7 @@ def environment_of(version: str, release: str, cuda: str | None) -> Path | None:
     for way in ways:
         if run(*pip, *way)[0]:
             return python
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # venv itself may have failed
     return None
 
 

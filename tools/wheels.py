@@ -101,8 +101,10 @@ def wheels(cuda: str | None) -> list[Path]:
 def main() -> None:
     """Build the plain wheel and those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cuda", nargs="*", choices=sorted(TORCH), help="versions of CUDA")
+    parser.add_argument("cuda", nargs="*", help="versions of CUDA: 12, 13")
     options = parser.parse_args()
+    if unknown := sorted(set(options.cuda) - set(TORCH)):
+        raise SystemExit(f"wheels: CUDA {', '.join(unknown)} is not known: take 12 or 13")
     sources = sorted((ROOT / "dist").glob("*.tar.gz"))
     if len(sources) != 1:
         raise SystemExit("wheels: dist/ must hold one source distribution: run 'make sdist' first")
