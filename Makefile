@@ -110,9 +110,8 @@ fuzz: build $(TOOLED)
 sass:
 	python3 benchmarks/sass.py $(ARGS)
 
-# What is published. The wheel is built from the source distribution, so it holds nothing that the latter lacks.
-# make wheel CUDA=13 makes dist/cu13/: it needs nvcc of CUDA 13, and a torch in PYTHON that is built for CUDA 13.
-DIST := $(if $(CUDA),dist/cu$(CUDA),dist)
+# What is published. Wheels are built from the source distribution, so they hold nothing that the latter lacks.
+# make wheel CUDA="12 13" also makes the wheels +cu12 and +cu13 (tools/wheels.py). dist/ is an index for pip --find-links.
 sdist: $(TOOLED)
 	@$(PY) -c 'import build, setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2> /dev/null || \
 	  { echo "ddpcore: $(PY) needs build, and setuptools 77 or newer: pip install -U build setuptools"; exit 2; }
@@ -120,10 +119,7 @@ sdist: $(TOOLED)
 	DDPCORE_CUDA=0 $(PY) -m build --sdist --no-isolation --outdir dist
 
 wheel: sdist
-	@rm -f $(DIST)/*.whl
-	$(if $(CUDA),DDPCORE_CUDA=1 DDPCORE_LOCAL_VERSION=cu$(CUDA),DDPCORE_CUDA=0) \
-	  $(PY) -m pip wheel -q --no-deps --no-build-isolation --no-cache-dir --wheel-dir $(DIST) dist/*.tar.gz
-	@ls -l $(DIST)/*.whl
+	@$(PY) tools/wheels.py $(CUDA)
 
 # Installs both beside several versions of torch, and tests them there. Downloads these versions; takes about half an hour.
 release-check: wheel

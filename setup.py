@@ -14,7 +14,9 @@ DDPCORE_SANITIZE=address,undefined|thread compiles the CPU kernels with these sa
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -54,6 +56,7 @@ if SANITIZE:  # without clones (csrc/cpu/dispatch.h): they are resolved before a
     CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", "-U__gnu_linux__", f"-fsanitize={SANITIZE}"]
     CXX_FLAGS += ["-fno-sanitize-recover=all"]
     LINK_FLAGS = [f"-fsanitize={SANITIZE}"]
+NAMED = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
 EVERY_ARCHITECTURE = "7.5;8.0;9.0+PTX"  # newer ones compile the PTX when they load it
 NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", STABLE_ABI]
 
@@ -67,7 +70,7 @@ def builds_cuda():
     if wish not in ("", "0", "1"):
         fail(f"DDPCORE_CUDA={wish!r} is not 0 or 1")
     # torch's own CUDA_HOME is None under a CPU build of torch, whatever is installed.
-    toolkit = bool(cpp_extension.CUDA_HOME or os.environ.get("CUDA_HOME") or shutil.which("nvcc"))
+    toolkit = bool(cpp_extension.CUDA_HOME or NAMED or shutil.which("nvcc"))
     if wish == "1" and not toolkit:
         fail("DDPCORE_CUDA=1 but no CUDA toolkit was found: install one, or set CUDA_HOME to it")
     wanted = os.environ.get("DDPCORE_LOCAL_VERSION", "").removeprefix("cu")
@@ -76,6 +79,28 @@ def builds_cuda():
     if wish == "1" and torch.version.cuda is None:
         fail(f"DDPCORE_CUDA=1 but torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     return wish == "1" or (wish == "" and toolkit and torch.version.cuda is not None)
+
+
+def toolkits():
+    """Folders that may be the CUDA toolkit, the likeliest first. nvcc names its own, because a script may call it."""
+    yield NAMED
+    if nvcc := shutil.which("nvcc"):
+        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+        yield from re.findall(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+        yield from (str(Path(path).parent.parent) for path in (nvcc, os.path.realpath(nvcc)))
+    yield cpp_extension.CUDA_HOME
+    yield from map(str, Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu*"))  # nvcc and headers from PyPI
+
+
+def find_toolkit():
+    """Let torch compile with a toolkit that has a compiler and headers. Fails if CUDA_HOME names another folder."""
+    needed = ("bin/nvcc", "include/cuda_runtime.h")
+    folders = [os.path.realpath(folder) for folder in toolkits() if folder]
+    whole = [folder for folder in folders if all(Path(folder, name).is_file() for name in needed)]
+    if not whole or (NAMED and whole[0] != os.path.realpath(NAMED)):
+        right = whole[0] if whole else "the folder that has both, or DDPCORE_CUDA=0"
+        fail(f"{NAMED or folders[0]} has no {' or no '.join(needed)}: set CUDA_HOME={right}")
+    os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = whole[0]
 
 
 def choose_architectures():
@@ -98,6 +123,7 @@ def extensions():
     cuda = builds_cuda()
     files = sources("bindings/cpu.cpp", "bindings/flags.cpp", "cpu/*.cpp")
     if cuda:
+        find_toolkit()
         choose_architectures()
         files += sources("bindings/cuda.cpp", "cuda/*.cu")
     extension = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension

@@ -20,7 +20,7 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("model.safetensors"))
+    parser.add_argument("--out", type=Path, default=Path("runs/averaged.safetensors"))
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
@@ -46,6 +46,7 @@ def main() -> None:
     averaged = handle.evaluation_model(batch_norm="recalibrate", batches=inputs[:2048].split(256))
     print(f"average of the statistics: accuracy {accuracy(handle.evaluation_model()):.4f}")
     print(f"recalibrated statistics:   accuracy {accuracy(averaged):.4f}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(averaged.state_dict(), args.out)
 
     # A program that loads this file does not need ddpcore: the file is a state dict of the plain model.

@@ -1,7 +1,7 @@
 """Fused LAMB on a model that FSDP2 shards: trust ratios and clipping are those of whole tensors.
 
-torchrun --standalone --nproc-per-node 4 examples/fsdp2_lamb.py --folder fsdp2
-torchrun --standalone --nproc-per-node 2 examples/fsdp2_lamb.py --folder fsdp2     continues on two ranks
+torchrun --standalone --nproc-per-node 4 examples/fsdp2_lamb.py
+torchrun --standalone --nproc-per-node 2 examples/fsdp2_lamb.py     continues on two ranks
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=1024, help="of all ranks together")
-    parser.add_argument("--folder", type=Path, default=Path("fsdp2"), help="of the checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path("runs/fsdp2_lamb"), help="of the checkpoint")
     args = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tools" / "release_check.py"
+PYTHON = ["--python", f"{sys.version_info.major}.{sys.version_info.minor}"]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(
-        sys, "argv", ["release_check", "--torch", "2.10.0,2.13.0", "--write", str(tmp_path / "page.md")]
+        sys, "argv", ["release_check", "--torch", "2.10.0,2.13.0", "--write", str(tmp_path / "page.md"), *PYTHON]
     )
     monkeypatch.setenv("DDPCORE_CUDA", "0")
     return module
@@ -63,6 +64,29 @@ def test_what_passes_is_written_into_the_page(script: ModuleType, monkeypatch: p
     assert len(rows) == 2 and all("| yes | passes | 3 passed in 1.00s |" in row for row in rows)
     assert sum("twine check --strict" in words for words in seen) == 1
     assert sum("torch-abi-audit --check torch" in words for words in seen) == 1
+
+
+def test_other_pythons_meet_the_newest_torch_that_they_install(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "interpreter_of", lambda release: None if release == "3.14" else f"python{release}")
+    monkeypatch.setattr(script, "THIS_PYTHON", "3.11")
+    commands(script, monkeypatch, "torch-2.13.0-py3.10/bin/python -m pip install")
+    pairs = script.pairs_of(["2.10.0", "2.13.0"], ["3.10", "3.11", "3.14"], None)
+    none = "no such Python here"
+    assert pairs == [("2.10.0", "3.10", ""), ("2.10.0", "3.11", ""), ("2.13.0", "3.11", ""), ("2.13.0", "3.14", none)]
+    assert script.VERSIONS[-1] == "2.15.0" and script.PYTHONS[-1] == "3.14"
+    row = script.check_install(Path("ddpcore.whl"), *pairs[-1], None)
+    assert row["installs"] == f"not checked: {none}" and row["Python"] == "3.14"
+
+
+def test_a_torch_that_this_python_cannot_install_is_an_error(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "environment_of", lambda *pair: None)
+    commands(script, monkeypatch)
+    assert script.main() == 1
+    assert "torch 2.13.0: does not pass" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

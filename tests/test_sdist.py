@@ -93,3 +93,40 @@ def test_a_wheel_for_cuda_says_so_in_its_version(made: tuple[set[str], dict[str,
     subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=900)
     (metadata,) = tmp_path.rglob("PKG-INFO")
     assert f"\nVersion: {VERSION}+cu\n" in metadata.read_text()
+
+
+def prepared(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What setup.py decides beside a torch that says that it is built for CUDA; it compiles nothing."""
+    code = (
+        "import os, runpy, sys, torch; torch.version.cuda = '13.0'; sys.argv = ['setup.py', '--name']\n"
+        "runpy.run_path('setup.py', run_name='__main__'); print(os.environ['CUDA_HOME'])"
+    )
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
+    environment |= {"DDPCORE_CUDA": "1", "PATH": path} | variables
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A CUDA toolkit, and in another folder of the path a script that calls its nvcc."""
+    home = tmp_path / "cuda"
+    for name in ("cuda/bin/nvcc", "cuda/include/cuda_runtime.h", "bin/nvcc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "#$ TOP={home}/bin/.." >&2\n')
+        (tmp_path / name).chmod(0o755)
+    return home
+
+
+def test_a_script_that_calls_nvcc_leads_to_its_toolkit(toolkit: Path) -> None:
+    done = prepared(toolkit.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(toolkit)
+
+
+def test_a_wrong_folder_is_one_line_that_names_the_right_one(toolkit: Path, tmp_path: Path) -> None:
+    wrong = str(tmp_path / "bin")
+    done = prepared(toolkit.parent, CUDA_HOME=wrong)
+    assert done.returncode == 1
+    line = f"ddpcore: {wrong} has no bin/nvcc or no include/cuda_runtime.h: set CUDA_HOME={toolkit}"
+    assert done.stderr.splitlines()[-1] == line

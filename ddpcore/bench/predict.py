@@ -325,9 +325,10 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     keys = (lambda row: row["predicted_ms"], lambda row: row["measured_ms"]["p50"])
     (ours, theirs), fastest = [[min(side, key=key) for side in (weights, gradients)] for key in keys]
     predicted, measured = (key(ours) / key(theirs) for key in keys)
+    answer = {2: "yes", 0: "no"}.get((predicted < 1) + (measured < 1), "not clear")
     line = (
-        f"will it pay: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} as "
-        f"predicted, and {measured:.2f} as measured"
+        f"will it pay: {answer}: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} "
+        f"as predicted, and {measured:.2f} as measured"
     )
     if fastest != [ours, theirs]:
         line += f"; the fastest as measured are {case_name(fastest[0])} and {case_name(fastest[1])}: "

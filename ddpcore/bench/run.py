@@ -43,6 +43,7 @@ from ddpcore.training.memory import estimate
 
 REFERENCE = "ddp"  # the row to which the others' speed is related
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
+NOISY = 3.0  # times the 20th percentile of a step that the 80th may be
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = (
     "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
@@ -257,6 +258,11 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
         best = max(against, key=lambda row: row["ratio_to_ddp"])
         ratio = f"{best['ratio_to_ddp']:.2f}"
         lines.append(f"speed: {_name(best)} trains {ratio} times as many samples a second as {REFERENCE}")
+        spread = max(row["step_ms"]["p80"] / row["step_ms"]["p20"] for row in against)
+        if spread > NOISY:
+            lines.append(
+                f"too noisy: a fifth of the steps took {spread:.1f} times as long as another: speeds say little"
+            )
     known = sorted((row for row in rows if row["test_error_pct"] is not None), key=lambda row: row["test_error_pct"])
     if len(known) > 1:
         errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)

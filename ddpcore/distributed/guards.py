@@ -36,7 +36,8 @@ def check_model(model: nn.Module) -> None:
         if wrapper := wrapper_of(module):
             raise ValueError(
                 f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too: "
-                "pass the model without it to distribute(), or one of fully_shard() with mesh="
+                "pass the model without it to distribute(), or one of fully_shard() with mesh=; a trainer that wraps "
+                "models has a way in ddpcore.integrations"
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("a torch.jit model cannot call a strategy: pass the eager model, or one of torch.compile")

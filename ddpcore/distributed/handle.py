@@ -44,6 +44,11 @@ class Distributed:
         self.phases = PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
+    def __repr__(self) -> str:
+        strategy = getattr(self, "strategy", None)  # a baseline has none
+        name = "torch alone" if strategy is None else repr(strategy)
+        return f"<{name}, {self.comm.description}>"
+
     @property
     def learners_run(self) -> str:
         """How virtual learners run, and why: ``together: ...`` in vmap, or ``in turn: ...``. Empty for real ranks."""

@@ -302,8 +302,8 @@ class LoopWatch:
         strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
         if closure is not None and not strategy.traits.takes_closure:
             raise RuntimeError(
-                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning set "
-                "automatic_optimization = False"
+                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
+                "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
             )
         if len(self.learner.models) > 1 and self._called == {False}:
             raise RuntimeError(

@@ -29,7 +29,7 @@ from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training.build import Datasets
-from ddpcore.training.config import check_settings, merged
+from ddpcore.training.config import DataConfig, check_settings, merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ListOptions:
 class RunOptions:
     """Train the rows of a study, each with several seeds."""
 
-    EXAMPLE = "ddpcore experiments run saddle-escape --scale smoke --out runs/saddle"
+    EXAMPLE = "ddpcore experiments run digits-large-rate --scale cpu --rows ssgd-1.2,local-1.2 --out runs/rate"
 
     study: str = field(
         MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
@@ -101,17 +101,30 @@ class CompareOptions:
 
 def _list(options: ListOptions) -> int:
     if options.study is None:
-        table = Table("study", "rows", "question", "published in", show_lines=True)
+        table = Table("study", "rows", "data", "question", "published in", show_lines=True)
         for one in map(study.find_study, study.STUDIES.names()):
-            table.add_row(*map(cell_of, (one.name, str(len(one.rows)), one.question, one.source)))
+            layers = [layer.get("data", {}) for row in one.rows.values() for layer in row.layers["full"]]
+            names = {data if isinstance(data, str) else data.get("name", "") for data in layers} - {""}
+            data = ", ".join(sorted(names)) or DataConfig().name
+            table.add_row(*map(cell_of, (one.name, str(len(one.rows)), data, one.question, one.source)))
     else:
-        table = Table("row", "learners", "about", "published", show_lines=True)
-        for row in study.find_study(options.study).rows.values():
-            learners = str(row.config("full").strategy.learners) + (" ranks" if row.ranks else "")
-            published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
-            table.add_row(*map(cell_of, (row.name, learners, row.about, published or "-")))
+        headings = ("row", "model", "strategy", "learners", "batch", "rate", "about", "published")
+        lines = [_line(row) for row in study.find_study(options.study).rows.values()]
+        kept = [column for column in zip(headings, *lines, strict=True) if any(column[1:])]
+        table = Table(*(column[0] for column in kept), show_lines=True)
+        for cells in zip(*(column[1:] for column in kept), strict=True):
+            table.add_row(*map(cell_of, cells))
     console_of(wide=False).print(table)
     return 0
+
+
+def _line(row: study.Row) -> tuple[str, ...]:
+    """What ``list STUDY`` says about a row. A column without a word is left out."""
+    config = row.config("full")
+    learners = str(config.strategy.learners) + (" ranks" if row.ranks else "")
+    published = ", ".join(f"{metric} {value:g}" for metric, value in row.published.items())
+    numbers = str(config.data.batch_size), f"{config.optimizer.lr:g}"
+    return row.name, config.model.name, config.strategy.name, learners, *numbers, row.about, published
 
 
 def _run(options: RunOptions) -> int:

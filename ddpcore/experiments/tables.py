@@ -21,10 +21,18 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
     """Print the rows of a study, then its claims; only :func:`markdown` shows their sources and predicates."""
     parts = [comparison["title"], f"published: {comparison['source']}", *about_runs(comparison)]
     parts.append(_table(*comparison_cells(comparison), num_left=2))
-    if comparison["claims"]:
-        heading, rows = claim_cells(comparison)
+    checked = [claim for claim in comparison["claims"] if not _lacks_rows(claim)]
+    if checked:
+        heading, rows = claim_cells({**comparison, "claims": checked})
         parts.append(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
+    if left := len(comparison["claims"]) - len(checked):
+        parts.append(f"claims that need rows without a finished run, not shown: {left}; --markdown FILE has them")
     print_parts(console, *parts)
+
+
+def _lacks_rows(claim: Mapping[str, Any]) -> bool:
+    """Whether every folder lacks a finished run of a row that the claim names."""
+    return all(verdict["reason"].startswith("no finished run of ") for verdict in claim["verdicts"])
 
 
 def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +127,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     *lines, last = done.stdout.splitlines()
     assert last == "wrote out.json"
     assert lines[-2].startswith("prediction error: median ")
-    assert lines[-1].startswith("will it pay: a step of ")
+    assert re.match("will it pay: (yes|no|not clear): a step of ", lines[-1])
     assert all(part > 0 for part in result["compute_ms"].values())
     assert words_drawn(result, tmp_path) >= {"Time of a step", "predicted", "measured", "dpsgd ring shm"}

@@ -30,11 +30,11 @@ def test_accuracy() -> None:
 def test_verdict_compares_the_same_cases() -> None:
     """Both ratios are of one pair. The pair that was measured as fastest is named if it is another."""
     assert verdict([*SSGD, RING, LOCAL]) == (
-        "will it pay: a step of dpsgd ring pg takes 0.50 of the time of ssgd 25 MiB pg as predicted, and 0.45 as "
+        "will it pay: yes: a step of dpsgd ring pg takes 0.50 of the time of ssgd 25 MiB pg as predicted, and 0.45 as "
         "measured; the fastest as measured are local_sgd pg and ssgd 1 MiB pg: 0.50"
     )
     assert verdict([SSGD[1], RING]) == (
-        "will it pay: a step of dpsgd ring pg takes 0.50 of the time of ssgd 25 MiB pg as predicted, and 0.45 as "
+        "will it pay: yes: a step of dpsgd ring pg takes 0.50 of the time of ssgd 25 MiB pg as predicted, and 0.45 as "
         "measured"
     )
     for rows in (SSGD, [RING, LOCAL]):

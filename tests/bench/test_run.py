@@ -158,6 +158,14 @@ def test_rows_without_ddp_have_no_ratio() -> None:
     assert rows[0]["exposed_comm_ms"] is None
 
 
+@pytest.mark.parametrize(("slowest", "warns"), [(2.9, False), (3.1, True)])
+def test_a_table_of_a_busy_machine_says_so(slowest: float, warns: bool) -> None:
+    row: dict[str, Any] = {"world_size": 4, "topology": None, "test_error_pct": None, "loss_last": 1.0}
+    row["step_ms"] = {"p20": 1.0, "p50": 1.5, "p80": slowest}
+    lines = run.seen([row | {"strategy": name, "ratio_to_ddp": 1.0} for name in ("ddp", "ssgd")])
+    assert any(line.startswith("too noisy: ") for line in lines) == warns
+
+
 @pytest.mark.slow
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     """Rank 0 is killed in dpsgd's 13th step: the others finish all strategies, and the table says who is left."""

@@ -163,3 +163,14 @@ def test_parameter_groups_with_different_options(strategy_name: str) -> None:
             optimizer.step()
         ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(ddpcore.DPSGD(ddpcore.Ring()), "DPSGD(Ring("), (ddpcore.Single(), "torch alone")]
+)
+def test_a_handle_says_what_it_is(strategy: ddpcore.Strategy, name: str) -> None:
+    model = training.mlp()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    learners = None if name == "torch alone" else 4
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=learners)
+    assert repr(handle).startswith(f"<{name}") and repr(handle).endswith(f", {handle.comm.description}>")

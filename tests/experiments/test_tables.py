@@ -66,7 +66,15 @@ def test_terminal() -> None:
     for part in ("A title", "Nobody, Table 1", "A Processor", "abc", "set optimizer.lr=0.5", "standing for 2 hosts"):
         assert part in text
     assert "row b, seed 2 failed: ValueError: x" in text
-    assert "not run (no finished run of none)" in text
+    assert "not shown: 1; --markdown FILE has them" in text and "no finished run of none" not in text
+
+
+def test_a_claim_that_one_folder_can_check_is_shown() -> None:
+    both, file = comparison(), io.StringIO()
+    both["runs"] *= 2
+    both["claims"][0]["verdicts"].append({"word": "holds", "reason": "n=3"})
+    print_comparison(both, Console(file=file, width=400))
+    assert "holds (n=3)" in file.getvalue() and "not shown" not in file.getvalue()
 
 
 @pytest.mark.parametrize(
