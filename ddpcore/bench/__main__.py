@@ -24,14 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
-        options, prepare = COMMANDS[name]
+        kind = COMMANDS[name]
         program = f"ddpcore {name}" if name in ("demo", "doctor") else f"{program} {name}".rstrip()
         prog, epilog = program, "" if name else _further(COMMANDS)
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
-        given = command_line.parse(options, words, prog=prog, description=options.__doc__ or "", epilog=epilog)
-        start = prepare(given, torchrun)
+        about = kind.options.__doc__ or ""
+        start = kind.prepare(
+            command_line.parse(kind.options, words, prog=prog, description=about, epilog=epilog), torchrun
+        )
         started = True
         start()
     except KeyboardInterrupt:
@@ -44,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _further(commands: Mapping[str, tuple[type[Any], Any]]) -> str:
+def _further(commands: Mapping[str, Any]) -> str:
     """The other benches, each with what its help says first."""
-    about = (f"{name}: {(options.__doc__ or '').splitlines()[0]}" for name, (options, _) in commands.items() if name)
+    about = (f"{name}: {(kind.options.__doc__ or '').splitlines()[0]}" for name, kind in commands.items() if name)
     return f"further benches, see ddpcore bench NAME --help: {' '.join(about)}"
 
 

@@ -208,7 +208,6 @@ def _adam_update(grads: Tensors, means: Tensors, squares: Tensors, count: Tensor
 
 _DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
 _MOMENTUM = {**_DECAY, "momentum": 0.9}
-_EXTRA = "pip install 'ddpcore[bench]'"
 
 
 @dataclass(frozen=True)
@@ -221,8 +220,6 @@ class Implementation:
         path: of the class in the module, or of the rule, if it is compiled.
         options: of the class or rule.
         install: how to install the library; empty for ddpcore and torch.
-        listed: whether the table has a line for it even if it is not installed.
-        cuda_only: it does not run on the CPU.
         matrices: it gets the parameters of two dimensions only.
         rounded: our optimizer with momentum and moments of bfloat16.
         compiled: ``torch.compile`` makes its kernels at the first step.
@@ -233,8 +230,6 @@ class Implementation:
     path: str
     options: dict[str, Any] = field(default_factory=dict)
     install: str = ""
-    listed: bool = True
-    cuda_only: bool = False
     matrices: bool = False
     rounded: bool = False
     compiled: bool = False
@@ -313,23 +308,17 @@ ROUNDED = {
 USUAL_OPTIMIZERS = tuple(name for name in OURS if name != "muon")  # whose steps take seconds
 
 
-def _peer(optimizer: str, module: str, path: str, options: dict[str, Any], **more: Any) -> Comparison:
-    name = f"{module.partition('.')[0]}.{path}"
-    return Comparison(optimizer, Implementation(name, module, path, options, **more), OURS[optimizer])
+def _peer(optimizer: str, module: str, path: str, options: dict[str, Any]) -> Comparison:
+    """Another library beside our optimizer."""
+    other = Implementation(f"{module}.{path}", module, path, options, install="pip install 'ddpcore[bench]'")
+    return Comparison(optimizer, other, OURS[optimizer])
 
 
 def _compiled(optimizer: str) -> Comparison:
-    options = OURS[optimizer].options
-    name = f"torch.compile(foreach {optimizer})"
-    return Comparison(
-        optimizer,
-        OURS[optimizer],
-        Implementation(name, "ddpcore.bench.implementations", optimizer, options, compiled=True),
-    )
+    options, name = OURS[optimizer].options, f"torch.compile(foreach {optimizer})"
+    return Comparison(optimizer, OURS[optimizer], Implementation(name, __name__, optimizer, options, compiled=True))
 
 
-_TIMM = {"install": "pip install timm", "listed": False}
-_APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
 COMPARISONS = (
     Comparison("sgd", OURS["sgd"], _SGD),
     Comparison("adamw", OURS["adamw"], _ADAMW),
@@ -337,13 +326,9 @@ COMPARISONS = (
     Comparison("lamb", OURS["lamb"], _ADAMW),
     *(Comparison(name, rounded, OURS[name]) for name, rounded in ROUNDED.items()),
     *map(_compiled, USUAL_OPTIMIZERS),
-    _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
-    _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
-    _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),
-    _peer("lars", "timm.optim", "Lars", _MOMENTUM, **_TIMM),
-    _peer("lamb", "timm.optim", "Lamb", {**_DECAY, "max_grad_norm": None}, **_TIMM),
-    _peer("sgd", "apex.optimizers", "FusedSGD", _MOMENTUM, **_APEX),
-    _peer("lamb", "apex.optimizers", "FusedLAMB", _DECAY, **_APEX),
+    _peer("lamb", "torch_optimizer", "Lamb", _DECAY),
+    _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY),
+    _peer("lars", "torch_optimizer", "LARS", _MOMENTUM),
     Comparison("muon", OURS["muon"], _MUON),
 )
 """In the order of the table."""

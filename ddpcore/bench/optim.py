@@ -104,21 +104,15 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     device, dtype = config.resolved_device, DTYPES[config.dtype]
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
-        peer = comparison.peer
-        if comparison.optimizer not in config.optimizers or (comparison.right.compiled and not config.compiled):
+        is_compiled, peer = comparison.right.compiled, comparison.peer
+        left_out = (is_compiled and not config.compiled) or (peer is not None and not config.peers)
+        if comparison.optimizer not in config.optimizers or left_out:
             continue
-        if peer is not None:
-            if not config.peers or (peer.cuda_only and device != "cuda"):
-                continue
-            if not peer.is_installed():
-                absent[peer.library] = peer.install
-                if not peer.listed:
-                    continue
-            elif (why := peer.why_unusable(device, dtype)) is not None:
-                notes.append(why)
-                continue
-        if comparison.right.compiled and (why := comparison.right.why_unusable(device, dtype)) is not None:
-            notes.append(why)  # there is no compiler, say
+        other = comparison.right if is_compiled else peer
+        if other is not None and not other.is_installed():
+            absent[other.library] = other.install
+        elif other is not None and (why := other.why_unusable(device, dtype)) is not None:
+            notes.append(why)  # it does not fit this torch, or there is no compiler, say
             continue
         chosen.append(comparison)
     if absent:
@@ -272,4 +266,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-KIND = Kind(lambda result: "comparisons" in result, "Optimizers", parts, charts)
+KIND = Kind(OptimConfig, prepare, lambda result: "comparisons" in result, "Optimizers", parts, charts)

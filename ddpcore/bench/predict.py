@@ -362,4 +362,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 
-KIND = Kind(lambda result: "compute_ms" in result, "Predicted step times", parts, charts)
+KIND = Kind(PredictConfig, prepare, lambda result: "compute_ms" in result, "Predicted step times", parts, charts)

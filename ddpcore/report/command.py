@@ -1,4 +1,4 @@
-"""``ddpcore report RUNS... --out report.html`` and ``ddpcore report serve RUNS...``."""
+"""``ddpcore report RUNS... --out report.html``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
 from ddpcore.options.command_line import parse
 from ddpcore.options.fields import check, field
 from ddpcore.report.figures import write_figures
 from ddpcore.report.page import check_report, page_with, sections_of
-from ddpcore.report.serve import serve
 from ddpcore.report.sources import Sources, read_sources
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import plain, shown
-
-_RUNS = "folders of runs or of studies, and JSON files of benches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +26,10 @@ class ReportOptions:
 
     EXAMPLE = "ddpcore report runs/first --out report.html"
 
-    runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
+    runs: Sequence[Path] = field(
+        MISSING, "folders of runs or of studies, and JSON files of benches", positional=True, nargs="+", type=Path,
+        metavar="RUN",
+    )  # fmt: skip
     out: Path = field(Path("report.html"), "the page to write", is_file=True)
     baseline: Sequence[Path] | None = field(
         None, "what to compare with: the page marks what moved by more than its spread", nargs="+", type=Path,
@@ -49,36 +48,13 @@ class ReportOptions:
             raise ValueError(f"--out: {shown(self.out)} is one of the files to show: name another file")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Serve the page of runs in progress on 127.0.0.1; it loads itself again when the runs have changed.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
-
-    EXAMPLE = "ddpcore report serve runs/first"
-
-    runs: Sequence[Path] = field(MISSING, _RUNS, positional=True, nargs="+", type=Path, metavar="RUN")
-    port: int = field(8080, "of 127.0.0.1; 0 takes a free one", least=0, below=65536, metavar="N")
-    every: float = field(5.0, "seconds between two looks at the runs", above=0, below=1e6, metavar="SECONDS")
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if something named could not be shown, 2 if the command is wrong."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    is_serve = words[:1] == ["serve"]
-    kind: type[Any] = ServeOptions if is_serve else ReportOptions
-    prog = "ddpcore report" + (" serve" if is_serve else "")
-    about = (kind.__doc__ or "").splitlines()[0]
-    more = "" if is_serve else "A run in progress: ddpcore report serve RUN ..."
     try:
-        options = parse(kind, words[is_serve:], prog=prog, description=about, epilog=more)
+        about = (ReportOptions.__doc__ or "").splitlines()[0]
+        options = parse(ReportOptions, argv, prog="ddpcore report", description=about)
         check_report()
-        return _serve(options) if is_serve else _write(options)
+        return _write(options)
     except (ValueError, OSError) as error:
         print(f"ddpcore report: {plain(str(error))}", file=sys.stderr)
         return 2
@@ -101,13 +77,6 @@ def _write(options: ReportOptions) -> int:
         print(f"{num} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
     print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
     return 1 if problems else 0
-
-
-def _serve(options: ServeOptions) -> int:
-    for problem in read_sources(options.runs).problems:
-        print(f"ddpcore report: {plain(problem)}", file=sys.stderr)
-    serve(options.runs, options.port, options.every)
-    return 0
 
 
 def _count(sources: Sources) -> str:

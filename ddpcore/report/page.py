@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -44,18 +43,8 @@ def check_report() -> None:
         raise ValueError("the report needs jinja2, plotly and matplotlib: pip install 'ddpcore[report]'")
 
 
-def page_of(sources: Sources, *, refresh: float | None = None) -> str:
-    """The page as text.
-
-    Args:
-        sources: what to show.
-        refresh: the page asks its server this often, in seconds, whether there is something new; None: never.
-    """
-    return page_with(sections_of(sources), refresh=refresh)
-
-
-def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> str:
-    """The page of these sections, see :func:`page_of`."""
+def page_of(sections: Sequence[Section]) -> str:
+    """The page of these sections as text."""
     by_section: dict[int, list[dict[str, Any]]] = {}
     for number, section in enumerate(sections):
         by_section[number] = [_drawn(chart, f"chart-{number}-{place}") for place, chart in enumerate(section.charts)]
@@ -67,7 +56,7 @@ def page_with(sections: Sequence[Section], *, refresh: float | None = None) -> s
     environment.filters.update(plain=plain, plain_lines=plain_lines)
     figures = {chart["id"]: chart["figure"] for found in by_section.values() for chart in found}
     return environment.get_template("page.html.j2").render(
-        sections=sections, charts=by_section, css=texts["page.css"], js=texts["page.js"], refresh=refresh,
+        sections=sections, charts=by_section, css=texts["page.css"], js=texts["page.js"],
         figures=_json(figures), plotly=_plotly() if figures else "", title="ddpcore report",
     )  # fmt: skip
 
@@ -187,8 +176,3 @@ def _json(value: Any) -> str:
 def _plotly() -> str:
     """plotly.js, compressed; the page unpacks it. It has 4.8 MB, and 1.9 MB in this form."""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-
-
-def digest_of(page: str) -> str:
-    """A text that changes when the page changes."""
-    return hashlib.sha256(page.encode()).hexdigest()

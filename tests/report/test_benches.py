@@ -100,7 +100,7 @@ def test_bucket_sizes_are_in_order() -> None:
     """Strategies may have other sizes: those that build the same buckets are measured once."""
     rows = [
         {"strategy": strategy, "bucket_mb": size, "bucket_bytes": [8], "sent_bytes": [8], "step_ms": times(ms),
-         "comm_ms": ms, "exposed_comm_ms": ms, "overlap_pct": 0.0, "peak_memory_mb": 1.0}
+         "comm_ms": ms, "exposed_comm_ms": ms, "overlap_pct": 0.0}
         for strategy, size, ms in (("ddp", 1.0, 1.0), ("ddp", None, 3.0), ("ssgd", 0.25, 4.0), ("ssgd", 1.0, 5.0),
                                    ("ssgd", 25.0, 6.0))
     ]  # fmt: skip

@@ -71,17 +71,4 @@
     document.documentElement.dataset.ready = "yes";
   };
   unpack();
-
-  // A served page asks whether its runs have changed, and then loads itself again, at the same place.
-  const seconds = Number(document.body.dataset.refresh);
-  if (seconds) {
-    let known = null;
-    setInterval(async () => {
-      try {
-        const digest = await (await fetch("digest", { cache: "no-store" })).text();
-        if (known !== null && digest !== known) location.reload();
-        known = digest;
-      } catch { /* the server has ended: the page stays as it is */ }
-    }, 1000 * seconds);
-  }
 })();
