@@ -39,7 +39,6 @@ class OptimConfig(Options):
     models: tuple[str, ...] = field(USUAL, "comma-separated", choices=tuple(LISTS))
     optimizers: tuple[str, ...] = field(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
     peers: bool = field(True, "compare with other libraries too, if they are installed")
-    compiled: bool = field(False, "compare with what torch.compile makes of each rule too: compiling takes minutes")
     repeats: int = field(21, "pairs of samples of each comparison, at most", least=1)
     seconds: float = field(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
     threads: int | None = field(None, "of the CPU (torch's default)", least=1)
@@ -54,7 +53,7 @@ class OptimConfig(Options):
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that runs the bench."""
-    states = 2 if config.compiled or {"adamw", "lamb"} & set(config.optimizers) else 1
+    states = 2 if {"adamw", "lamb"} & set(config.optimizers) else 1
     for name in config.models:
         numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
         needed = 4 * numbers + LARGEST_COPY
@@ -104,15 +103,13 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     device, dtype = config.resolved_device, DTYPES[config.dtype]
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
-        is_compiled, peer = comparison.right.compiled, comparison.peer
-        left_out = (is_compiled and not config.compiled) or (peer is not None and not config.peers)
-        if comparison.optimizer not in config.optimizers or left_out:
+        peer = comparison.peer
+        if comparison.optimizer not in config.optimizers or (peer is not None and not config.peers):
             continue
-        other = comparison.right if is_compiled else peer
-        if other is not None and not other.is_installed():
-            absent[other.library] = other.install
-        elif other is not None and (why := other.why_unusable(device, dtype)) is not None:
-            notes.append(why)  # it does not fit this torch, or there is no compiler, say
+        if peer is not None and not peer.is_installed():
+            absent[peer.library] = peer.install
+        elif peer is not None and (why := peer.why_unusable(device, dtype)) is not None:
+            notes.append(why)
             continue
         chosen.append(comparison)
     if absent:
