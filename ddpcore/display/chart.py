@@ -1,4 +1,4 @@
-"""A chart as plain values. The page draws it with plotly, and ``--plot`` with matplotlib; this file imports neither."""
+"""A chart as plain values. ``ddpcore.display.picture`` draws it; this file does not import matplotlib."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,8 @@ class Series:
         color: index into ``COLORS``, -1 for grey; None: the number of the series.
         dash: index into ``DASHES``; None: follows from the number of the series.
         marker: "circle" or "diamond".
-        text: shown at each point on hover, or beside it.
+        text: beside each point, of "names".
         group: the name of another series that stands for this one in the legend; "": the series stands for itself.
-        hidden: not drawn until a reader clicks on its name in the legend.
     """
 
     name: str
@@ -69,7 +67,6 @@ class Series:
     dash: int | None = None
     marker: str = "circle"
     text: Sequence[str] | None = None
-    hidden: bool = False
     group: str = ""
 
 
@@ -110,11 +107,6 @@ class Chart:
         return self.series[len(self.rows) :]
 
     @property
-    def tick_texts(self) -> list[str]:
-        """The texts of the ticks."""
-        return [f"{tick:g}" if isinstance(tick, int | float) else str(tick) for tick in self.ticks]
-
-    @property
     def has_legend(self) -> bool:
         """Whether names of several series stand beside the chart."""
         return self.kind in ("lines", "bars", "dots") and len(self.series) > 1
@@ -131,25 +123,6 @@ def dash_of(series: Series, number: int) -> str:
     """The dash of the ``number``-th series of a chart: it changes after each round of colours."""
     place = number if series.color is None else series.color
     return DASHES[(max(0, place) // len(COLORS) if series.dash is None else series.dash) % len(DASHES)]
-
-
-def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
-    """How far an error bar goes from each value to its end; 0 without a value or an end."""
-    pairs = zip(values, ends, strict=True)
-    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
-
-
-def band_parts(series: Series) -> list[slice]:
-    """The parts of a curve in which each point has both ends of its band."""
-    if series.low is None or series.high is None:
-        return []
-    known = [low is not None and high is not None for low, high in zip(series.low, series.high, strict=True)]
-    parts = []
-    for is_known, places in groupby(range(len(known)), lambda place: known[place]):
-        if is_known:
-            part = [*places]
-            parts.append(slice(part[0], part[-1] + 1))
-    return parts
 
 
 def finite(value: Any) -> Number:

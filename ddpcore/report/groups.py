@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ddpcore.display.chart import Number, finite
 from ddpcore.options.keys import dotted
 from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
-from ddpcore.records.run import RunRecord
+from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
 from ddpcore.topology.describe import MOST_DRAWN
 
@@ -22,11 +22,8 @@ _FIELDS = {*KEYS_0_2.values()} - {_TOPOLOGY}  # of every config; the other keys 
 RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has reached, and which value is better
 
 
-AnyRun = TypeVar("AnyRun", bound=RunRecord)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Group(Generic[AnyRun]):
+class Group:
     """Runs that are shown as one.
 
     Attributes:
@@ -35,7 +32,7 @@ class Group(Generic[AnyRun]):
     """
 
     name: str
-    runs: Sequence[AnyRun]
+    runs: Sequence[Run]
 
     def values(self, key: str) -> list[float]:
         """A field of the end or of the last epoch, of each run that has it."""
@@ -43,7 +40,7 @@ class Group(Generic[AnyRun]):
         return [value for line in last if (value := finite(line.get(key))) is not None]
 
 
-def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun]]:
+def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     """The groups, in the order of their first runs.
 
     Args:
@@ -69,7 +66,7 @@ def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun
     return groups
 
 
-def config_of(run: RunRecord) -> dict[str, Any]:
+def config_of(run: Run) -> dict[str, Any]:
     """What a result may depend on, but for the seed: fields with dots, and no topology of a strategy without one."""
     given = dotted(run.header["config"])
     num = given.get("strategy.learners")  # with more than MOST_DRAWN, no topology is recorded
@@ -115,7 +112,7 @@ def _text(value: Any) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))
 
 
-def ranked(groups: Sequence[Group[AnyRun]]) -> tuple[str, list[Group[AnyRun]]]:
+def ranked(groups: Sequence[Group]) -> tuple[str, list[Group]]:
     """The name of the result that they have, and the groups, best first; those without a result are last."""
     key = next((key for key in RESULTS if any(group.values(key) for group in groups)), "accuracy")
     sign = -1 if RESULTS[key] is max else 1
@@ -135,7 +132,7 @@ def spread_of(values: Sequence[float]) -> str:
     return f"{mean_of(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
-def sentences(groups: Sequence[Group[AnyRun]]) -> list[str]:
+def sentences(groups: Sequence[Group]) -> list[str]:
     """What came out: the best group, the next one, and whether their runs overlap; runs that diverged."""
     key, order = ranked(groups)
     title = key.replace("train_", "training ")

@@ -27,21 +27,13 @@ class Run(RunRecord):
     landscapes: dict[str, Surface] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """The JSON file of a bench."""
-
-    name: str
-    result: dict[str, Any]
-
-
 @dataclass(kw_only=True)
 class Sources:
-    """All that was found: runs, folders of studies, bench results, and what could not be read (one line each)."""
+    """All that was found: runs, folders of studies, bench results by file, and what could not be read, a line each."""
 
     runs: list[Run] = field(default_factory=list)
     studies: list[Path] = field(default_factory=list)
-    benches: list[Bench] = field(default_factory=list)
+    benches: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -58,7 +50,7 @@ def _read(path: Path, found: Sources, is_given: bool) -> None:
         if path.is_dir():
             _read_folder(path, found, is_given)
         elif path.is_file():
-            found.benches.append(read_bench(path))
+            found.benches[str(path)] = read_bench(path)
         else:
             found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
     except ValueError as error:
@@ -142,7 +134,7 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return found.rows
 
 
-def read_bench(path: Path) -> Bench:
+def read_bench(path: Path) -> dict[str, Any]:
     """The result of a bench.
 
     Raises:
@@ -157,4 +149,4 @@ def read_bench(path: Path) -> Bench:
         raise ValueError(f"{shown(path)} is no JSON file: {advice}") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise ValueError(f"{shown(path)} is not the result of a bench: it has no list of rows: name another file")
-    return Bench(name=str(path), result=result)
+    return result
