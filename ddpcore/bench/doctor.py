@@ -108,10 +108,8 @@ def facts(device: str) -> dict[str, Any]:
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "shm_bytes": shm,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "interface": variables[f"{library}_SOCKET_IFNAME"] or interface_of_name(),
-        "clock": time.time(),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -27,14 +26,12 @@ from ddpcore.bench.contender import (
     gather,
     run_block,
 )
-from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.training import Trainer
 from ddpcore.training.balance import balanced
 from ddpcore.training.build import LearnerPlacement, threads_for
 from ddpcore.training.memory import estimate
@@ -43,8 +40,7 @@ REFERENCE = "ddp"  # the row to which the others' speed is related
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = (
-    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
-    "num_nonfinite",
+    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "num_nonfinite",
 )  # fmt: skip
 
 
@@ -141,11 +137,11 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     if num_nonfinite and resolved.training.strategy.on_nonfinite == "raise":
         losses[-1] = math.nan  # it has diverged
     trainer = None if one.name in HIDDEN else one.trainer
-    evaluation, distance, consensus_ms = None, None, None
+    evaluation, distance = None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
         evaluation = trainer.evaluate(trainer.evaluation_model())
     if trainer is not None and one.traits.most_learners != 1:
-        distance, consensus_ms = _consensus(one, trainer)
+        distance = trainer.handle.consensus_distance()
     return {
         "name": one.name,
         "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
@@ -157,7 +153,6 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
-        "consensus_ms": consensus_ms,
         "num_nonfinite": num_nonfinite,
     }
 
@@ -168,14 +163,6 @@ def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> di
     timed = [length for length, timed in _blocks(num_steps) if timed]
     means = [block.mean().item() for block in losses.split(lengths)][-len(timed) :]
     return {"steps": [*accumulate(timed)], "seconds": [*accumulate(block_seconds)], "loss": means}
-
-
-def _consensus(one: Contender, trainer: Trainer) -> tuple[float, float]:
-    """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
-    barrier("the start of a measurement")
-    start = time.perf_counter()
-    distance = trainer.handle.consensus_distance()
-    return distance, 1e3 * (time.perf_counter() - start)
 
 
 def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from ddpcore.storage.limits import plain
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 _MARKERS = {"circle": "o", "diamond": "D"}
 NETWORKS_A_LINE = 3
+_LONG = 1000  # points of a band: with more it is an image, which stays small
 _MOST_LABELS = 30  # of curves in a legend; with more there is none
 
 
@@ -85,7 +86,7 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
     color, y = color_of(series, number), _numbers(series.y)
     if series.low is not None and series.high is not None:
         low, high = _numbers(series.low), _numbers(series.high)
-        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
+        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0, rasterized=len(low) > _LONG)
         known = [False, *(not math.isnan(one + other) for one, other in zip(low, high, strict=True)), False]
         for place in range(len(low)):
             if known[place : place + 3] == [False, True, False]:  # an area of one point would not be seen

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.display.chart import PLOT, check_plot
-from ddpcore.display.surfaces import KINDS
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import Parser, add_flags
 from ddpcore.options.fields import SEED_RANGE, check, field
@@ -121,7 +120,6 @@ class LandscapeOptions:
     ratio: bool = field(
         False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
     )
-    kinds: tuple[str, ...] = field(("contour",), "pictures of the loss", choices=KINDS)
     out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
     data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
     world_size: int = field(1, "share the points among N processes", least=1, metavar="N")

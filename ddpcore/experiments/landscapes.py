@@ -52,12 +52,10 @@ def landscapes(options: LandscapeOptions) -> int:
         replace_file(path.with_suffix(".csv"), surface.csv().encode())
         print(f"{name}: {_about(surface)}: {shown(path)}")
     folder = next(iter(_files(options).values())).parent
-    drawn = [(kind, "train_loss", kind) for kind in options.kinds]
-    drawn += [("ratio", "ratio", "heat")] if options.ratio else []
-    for word, metric, kind in drawn:
+    for word, metric in (("contour", "train_loss"), *([("ratio", "ratio")] if options.ratio else [])):
         for suffix in SUFFIXES:
             path = folder / f"{_stem(options)}-{word}{suffix}"
-            plot_surfaces(surfaces, path, kind=kind, metric=metric)
+            plot_surfaces(surfaces, path, metric=metric)
         print(f"picture: {shown(path)}")
     return 0
 

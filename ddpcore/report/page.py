@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ddpcore.bench.commands import kind_of
-from ddpcore.display.chart import Chart, thinned_chart, with_values
+from ddpcore.display.chart import Chart, with_values
 from ddpcore.display.picture import svg_of
 from ddpcore.display.table import plain_lines
 from ddpcore.report.curvature import curvature_sections
@@ -116,9 +116,8 @@ def _guarded(what: str, make: Callable[..., Section | Sequence[Section]], *argum
 def _drawn(chart: Chart) -> dict[str, str]:
     """What the template needs of a chart. A chart of damaged values becomes an empty one that says so."""
     try:
-        thin = thinned_chart(chart)
-        svg = base64.b64encode(svg_of(thin).encode()).decode()
+        svg = base64.b64encode(svg_of(chart).encode()).decode()
     except (ValueError, TypeError, ArithmeticError, IndexError) as error:
         note = f"This chart cannot be drawn ({type(error).__name__}: {error}): are the values damaged?"
         return _drawn(Chart(title=chart.title, note=note))
-    return {"title": plain(chart.title), "note": plain(thin.note), "kind": chart.kind, "svg": svg}
+    return {"title": plain(chart.title), "note": plain(chart.note), "kind": chart.kind, "svg": svg}

@@ -61,7 +61,6 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "loss_last": 1.0,
         "test_error_pct": None,
         "consensus_distance": 0.0,
-        "consensus_ms": 1.0,
         "num_nonfinite": 0,
     }
     return seen | more

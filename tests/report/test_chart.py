@@ -1,4 +1,4 @@
-"""Thinned curves, who waits for whom, and pictures of charts."""
+"""Who waits for whom, and pictures of charts."""
 
 from __future__ import annotations
 
@@ -7,46 +7,34 @@ from typing import Any
 
 import pytest
 
-from ddpcore.display.chart import MAX_COLUMNS, MAX_POINTS, Chart, Series, thinned, thinned_chart
+from ddpcore.display.chart import Chart, Series
 from ddpcore.display.picture import height_of, svg_of
 from ddpcore.report.sources import read_sources
-from ddpcore.report.timeline import timeline_sections
+from ddpcore.report.timeline import MAX_COLUMNS, timeline_sections
 
 Make = Any  # of conftest.py
 
 
-def test_a_thinned_curve_keeps_peaks_and_ends() -> None:
-    y: list[Any] = [0.0] * 10_000
-    y[1234], y[7777] = 5.0, -5.0
-    low, high = [value - 1 for value in y], [value + 1 for value in y]
-    low[3333], high[4444] = -9.0, 9.0
-    thin = thinned(Series(name="a", x=range(10_000), y=y, low=low, high=high))
-    assert len(thin.y) <= 3 * MAX_POINTS and thin.low is not None and thin.high is not None
-    points = dict(zip(thin.x, thin.y, strict=True))
-    assert points[1234] == 5 and points[7777] == -5 and {0, 9999} <= set(points)
-    assert min(thin.low) == -9 and max(thin.high) == 9, "the band keeps its widest points"
-    assert list(thin.x) == sorted(thin.x)
-    plain = thinned(Series(name="a", x=range(10_000), y=y))
-    assert len(plain.y) <= MAX_POINTS + 2 and {1234, 7777} <= set(plain.x)
+def test_a_picture_of_many_points_is_small_and_keeps_peaks() -> None:
+    pytest.importorskip("matplotlib")
+
+    def picture(values: list[float]) -> str:
+        band = {"low": [-1.0] * len(values), "high": [6.0] * len(values)}
+        return svg_of(Chart(title="t", series=[Series(name="a", x=range(len(values)), y=values, **band)]))
+
+    flat = [0.0] * 100_000
+    with_peak = picture([*flat[:55_555], 5.0, *flat[55_556:]])
+    assert len(with_peak) < 200_000
+    assert with_peak != picture(flat), "a peak of one step is drawn"
 
 
-def test_a_thinned_curve_keeps_gaps() -> None:
-    y: list[Any] = [1.0] * 10_000
-    y[4000:6000] = [None] * 2000
-    thin = thinned(Series(name="a", x=range(10_000), y=y))
-    assert all((value is None) == (4000 <= x < 6000) for x, value in zip(thin.x, thin.y, strict=True))
-    assert None in thin.y
-
-
-def test_a_thinned_heat_map_keeps_the_largest_value() -> None:
-    y = [0.0] * 10_000
-    y[5005] = 3.0
-    chart = thinned_chart(Chart(title="t", kind="heat", series=[Series(name="rank 0", x=range(10_000), y=y)]))
-    (row,) = chart.series
-    assert len(row.y) <= MAX_COLUMNS and max(value for value in row.y if value is not None) == 3
-    assert "largest value of 25 steps" in chart.note
-    short = Chart(title="t", series=[Series(name="a", x=[1], y=[2.0])])
-    assert thinned_chart(short) is short
+def test_a_heat_map_of_many_steps_keeps_the_largest_value(make_run: Make) -> None:
+    lines = [{"step": step, "compute": 3.0 if step == 5005 else 0.0} for step in range(10_000)]
+    (run,) = read_sources([make_run(steps={0: lines, 1: lines})]).runs
+    (section,) = timeline_sections(run, "a run")
+    row = section.charts[1].series[0]
+    assert len(row.y) <= MAX_COLUMNS and max(value for value in row.y if value is not None) == 3000
+    assert section.charts[1].note == "A column is the largest value of 25 steps."
 
 
 def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:

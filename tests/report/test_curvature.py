@@ -60,7 +60,8 @@ def test_landscapes_of_one_plane_have_one_scale(make_run: Make) -> None:
     steep, first, second, ratio = found.charts
     assert list(first.levels) == list(second.levels)
     assert (first.levels[0], first.levels[-1]) == pytest.approx((1.0, 7.0))
-    assert (steep.log_y, first.log_y) == (True, False) and steep.levels[-1] == pytest.approx(2001)
+    assert np.allclose(np.diff(first.levels, 2), 0) and not np.allclose(np.diff(steep.levels, 2), 0)
+    assert steep.levels[-1] == pytest.approx(2001)
     assert ratio.series[0].y == pytest.approx([0.3, 0.275, 0.25, 0.225, 0.2])
     assert first.series[-1].text == ["model"] and len(first.rows) == 5
     assert found.tables[0].rows[1][:2] == ["a: random-0", "25 of 25"]
@@ -87,9 +88,7 @@ def test_partial_landscapes_and_values_that_are_not_finite(make_run: Make) -> No
     assert sorted(by_title) == ["Loss, run: large", "Loss, run: partial"]
     assert "10 of 25 points are computed" in by_title["Loss, run: partial"].note
     assert by_title["Loss, run: partial"].series[0].y[0] is None
-    assert (
-        "Every 4th point is shown" in by_title["Loss, run: large"].note and len(by_title["Loss, run: large"].rows) == 50
-    )
+    assert len(by_title["Loss, run: large"].rows) == 200
     assert found.tables[0].rows[0] == ["run: empty", "25 of 25", "-", "-", "-"]
     for chart in found.charts:
         assert "<svg" in svg_of(chart)
