@@ -58,7 +58,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
             raise ValueError(f"--by {key}: no run has this field: those that differ are {known}")
     found: dict[tuple[str, ...], list[int]] = {}
     for place, config in enumerate(configs):
-        found.setdefault(tuple(_text(config.get(key)) for key in keys), []).append(place)
+        found.setdefault(tuple(text_of(config.get(key)) for key in keys), []).append(place)
     groups = []
     for places in found.values():
         name = _name(configs[places[0]], keys) or plain(runs[places[0]].path.parent.resolve().name)
@@ -86,7 +86,7 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[str]:
     return [
         key
         for key in keys
-        if len({_text(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
+        if len({text_of(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
     ]
 
 
@@ -105,10 +105,11 @@ def _name(config: dict[str, Any], keys: Sequence[str]) -> str:
 def _word(key: str, value: Any, keys: Any) -> str:
     short = key.rpartition(".")[2]
     short = short if [one.rpartition(".")[2] for one in keys].count(short) == 1 else key
-    return _text(value) if key in _PARTS else f"{short}={_text(value)}"
+    return text_of(value) if key in _PARTS else f"{short}={text_of(value)}"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value of a record for a table or a sentence."""
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, TypeGuard
+from typing import Any
 
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
 from ddpcore.options.keys import get
-from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of
+from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
@@ -62,8 +62,9 @@ def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group]) -
     ]
     of_runs = {run.path: group.name for group in groups for run in group.runs}
     each = [
-        [name, of_runs[run.path], _text(get(run.header["config"], "run.seed")), state_of(run),
-         *(_text(_rounded(_last(run).get(one))) for one in ("step", *columns.values())), _text(run.header.get("date"))]
+        [name, of_runs[run.path], text_of(get(run.header["config"], "run.seed")), state_of(run),
+         *(text_of(_rounded(_last(run).get(one))) for one in ("step", *columns.values())),
+         text_of(run.header.get("date"))]
         for run, name in zip(runs, names, strict=True)
     ]  # fmt: skip
     problems = [problem for run in runs for problem in run.problems]
@@ -93,9 +94,9 @@ def _where(runs: Sequence[Run], names: Sequence[str]) -> TableData:
     for run, name in zip(runs, names, strict=True):
         header = run.header
         machine = (
-            f"{_text(header.get('device'))}, {_text(header.get('cores'))} cores",
-            *(_text(header.get(key)) for key in _PLACES.values()),
-            f"{_text(header.get('ddpcore'))} ({_text(header.get('commit') or 'installed')})",
+            f"{text_of(header.get('device'))}, {text_of(header.get('cores'))} cores",
+            *(text_of(header.get(key)) for key in _PLACES.values()),
+            f"{text_of(header.get('ddpcore'))} ({text_of(header.get('commit') or 'installed')})",
         )
         found.setdefault(machine, []).append(name)
     rows = [["all" if len(found) == 1 else ", ".join(of_runs), *machine] for machine, of_runs in found.items()]
@@ -109,7 +110,7 @@ def state_of(run: Run) -> str:
         return "diverged" if run.final.get("diverged") else "finished"
     lines = [*run.epochs, *run.statistics, *(of_rank[-1] for of_rank in run.steps.values() if of_rank)]
     last = max((line["step"] for line in lines), default=0)
-    return f"not ended: step {last} of {_text(run.header.get('total_steps'))}"
+    return f"not ended: step {last} of {text_of(run.header.get('total_steps'))}"
 
 
 def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
@@ -118,7 +119,7 @@ def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
     if not flat:
         return []
     headings = list(dict.fromkeys(key for _, values in flat for key in values))
-    rows = [[name, *(_text(_rounded(values.get(key))) for key in headings)] for name, values in flat]
+    rows = [[name, *(text_of(_rounded(values.get(key))) for key in headings)] for name, values in flat]
     return [TableData(title="Flatness of the final models", headings=["run", *headings], rows=rows)]
 
 
@@ -208,7 +209,7 @@ def _topologies(groups: Sequence[Group]) -> Section:
         for run in group.runs:
             drawn, name = run.header.get("topology"), str(get(run.header["config"], "strategy.topology"))
             num = drawn.get("num_learners") if isinstance(drawn, dict) else None
-            if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
+            if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and type(num) is int and num <= MOST_DRAWN:
                 names, *_ = found.setdefault(f"{name} {drawn}", ([], drawn, name))
                 names += [group.name] if group.name not in names else []
     charts = []
@@ -218,10 +219,6 @@ def _topologies(groups: Sequence[Group]) -> Section:
         title += "" if gap is None else f", spectral gap {gap:.4g}"
         charts.append(network(title, drawn["num_learners"], drawn["edges"]))
     return Section(title="Topologies", charts=with_values(charts))
-
-
-def _is_index(value: Any, below: int) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 <= value < below
 
 
 def _is_pair(value: Any) -> bool:
@@ -273,7 +270,3 @@ def _part(row: dict[str, Any], part: str, key: str) -> Any:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))

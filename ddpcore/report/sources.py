@@ -45,38 +45,30 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     return found
 
 
-def _read(path: Path, found: Sources, is_given: bool) -> None:
+def _read(path: Path, found: Sources, is_given: bool) -> bool:
+    """Add what is there, or what is wrong with it. False: a folder inside of a given one holds nothing."""
     try:
-        if path.is_dir():
-            _read_folder(path, found, is_given)
-        elif path.is_file():
+        if path.is_file():
             found.benches[str(path)] = read_bench(path)
+        elif not path.is_dir():
+            raise ValueError(f"{path}: there is no such file or folder: check the name")
+        elif (path / MANIFEST).is_file() or (path / RESULTS).is_file():
+            found.studies.append(path)
+        elif (path / RECORD).is_file():
+            found.runs.append(read_run(path))
+        elif not is_given:
+            return False
         else:
-            found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
+            inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
+            held = [_read(one, found, is_given=False) for one in inner]
+            if not any(held):
+                what = f"neither a run ({RECORD}) nor a study ({MANIFEST})"
+                raise ValueError(f"{shown(path)} holds {what}: name another folder")
     except ValueError as error:
         found.problems.append(plain(str(error)))
     except OSError as error:
         found.problems.append(plain(f"{path} cannot be read ({error.strerror}): check its name and its permissions"))
-
-
-def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
-    if (path / MANIFEST).is_file() or (path / RESULTS).is_file():
-        found.studies.append(path)
-    elif (path / RECORD).is_file():
-        found.runs.append(read_run(path))
-    elif is_given:
-        inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
-        before = _num_found(found)
-        for one in inner:
-            _read(one, found, is_given=False)
-        if _num_found(found) == before:
-            raise ValueError(
-                f"{shown(path)} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder"
-            )
-
-
-def _num_found(found: Sources) -> int:
-    return len(found.runs) + len(found.studies) + len(found.benches) + len(found.problems)
+    return True
 
 
 def read_run(path: Path) -> Run:
