@@ -208,8 +208,9 @@ def _topologies(groups: Sequence[Group]) -> Section:
     for group in groups:
         for run in group.runs:
             drawn, name = run.header.get("topology"), str(get(run.header["config"], "strategy.topology"))
-            num = drawn.get("num_learners") if isinstance(drawn, dict) else None
-            if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and type(num) is int and num <= MOST_DRAWN:
+            if not isinstance(drawn, dict) or not isinstance(drawn.get("edges"), list):
+                continue
+            if type(num := drawn.get("num_learners")) is int and 0 <= num <= MOST_DRAWN:
                 names, *_ = found.setdefault(f"{name} {drawn}", ([], drawn, name))
                 names += [group.name] if group.name not in names else []
     charts = []

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from ddpcore.bench.topology import TopologyConfig, measure
-from ddpcore.options.keys import parse_settings
+from ddpcore.options.keys import parse_settings, put
+from ddpcore.records.config import BOOKKEEPING
 from ddpcore.report.__main__ import main
+from ddpcore.report.groups import grouped
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import read_sources
 from ddpcore.storage.json_lines import write_json
@@ -296,6 +298,23 @@ def test_seeds_are_one_group(make_run: Make) -> None:
     assert first.x == [2, 4, 6] and first.low is not None and first.high is not None
     assert first.y[0] == pytest.approx(0.51) and (first.low[0], first.high[0]) == pytest.approx((0.5, 0.52))
     assert len(sections["Topologies"].charts) == 1, "one drawing of equal topologies"
+
+
+def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> None:
+    """All of them, such as the timeout, and what a run saves."""
+    others = {
+        "strategy.timeout": 9.0, "run.save_nonfinite": True, "run.keep_last": 7, "run.keep_best": True,
+        "data.data_dir": "elsewhere", "run.checkpoint_every": 3, "run.record_steps": True, "data.download": True,
+        "strategy.learners_at_once": 1,
+    }  # fmt: skip
+    assert set(others) == set(BOOKKEEPING)
+    folders = [make_run(f"run-{name}") for name in (*others, "other")]
+    runs = read_sources(folders).runs
+    for run, (field, value) in zip(runs, others.items(), strict=False):
+        put(run.header["config"], field, value)
+    assert len(grouped(runs)) == 1
+    put(runs[-1].header["config"], "data.accumulation", 2)
+    assert [group.name for group in grouped(runs)] == ["accumulation=1", "accumulation=2"]
 
 
 def test_groups_by_a_field(make_run: Make) -> None:
