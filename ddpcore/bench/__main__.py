@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ddpcore.options import command_line
 from ddpcore.options.extras import MissingPackage, extra
@@ -26,14 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
         kind = COMMANDS[name]
         program = f"ddpcore {name}" if name in ("demo", "doctor") else f"{program} {name}".rstrip()
-        prog, epilog = program, "" if name else _further(COMMANDS)
+        abouts = {name: (kind.options.__doc__ or "").splitlines() for name, kind in COMMANDS.items() if name}
+        others = " ".join(f"{name}: {lines[0]}" for name, lines in abouts.items())
+        prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {others}"
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
         about = kind.options.__doc__ or ""
-        start = kind.prepare(
-            command_line.parse(kind.options, words, prog=prog, description=about, epilog=epilog), torchrun
-        )
+        given = command_line.parse(kind.options, words, prog=prog, description=about, epilog=epilog)
+        start = kind.prepare(given, torchrun)
         started = True
         start()
     except KeyboardInterrupt:
@@ -44,12 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: {plain(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, launch.RankFailed) else 2
     return 0
-
-
-def _further(commands: Mapping[str, Any]) -> str:
-    """The other benches, each with what its help says first."""
-    about = (f"{name}: {(kind.options.__doc__ or '').splitlines()[0]}" for name, kind in commands.items() if name)
-    return f"further benches, see ddpcore bench NAME --help: {' '.join(about)}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.base import Baseline, Strategy, Traits
+from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import NonFiniteError
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.training import Trainer
@@ -61,11 +61,6 @@ class Contender:
         assert self.trainer is not None
         return self.trainer
 
-    @property
-    def traits(self) -> Traits:
-        """What its strategy is like."""
-        return self.strategy.traits
-
     def run_steps(self, num_steps: int, timed: bool) -> None:
         """Train for some steps; keep their times if ``timed``."""
         if self.trainer is None:
@@ -90,13 +85,13 @@ class Contender:
 
         For a baseline that averages gradients: those of an all-reduce of them.
         """
-        if self.trainer is None or self.traits.most_learners == 1:
+        if self.trainer is None or self.strategy.traits.most_learners == 1:
             return 0.0
         handle = self.trainer.handle
         if handle.learner is not None:
             return handle.learner.comm.bytes_sent / max(1, handle.learner.step)
         numel = sum(parameter.numel() for parameter in handle.model.parameters())
-        return float(all_reduce_bytes(4 * numel, world_size)) if self.traits.averages_gradients else None
+        return float(all_reduce_bytes(4 * numel, world_size)) if self.strategy.traits.averages_gradients else None
 
 
 def run_block(one: Contender, num_steps: int, timed: bool) -> None:

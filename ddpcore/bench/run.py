@@ -140,7 +140,7 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     evaluation, distance = None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
         evaluation = trainer.evaluate(trainer.evaluation_model())
-    if trainer is not None and one.traits.most_learners != 1:
+    if trainer is not None and one.strategy.traits.most_learners != 1:
         distance = trainer.handle.consensus_distance()
     return {
         "name": one.name,

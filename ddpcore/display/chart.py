@@ -34,7 +34,7 @@ def check_plot(path: Path | None) -> None:
 # Okabe and Ito's colours, without those that vanish on a light or on a dark page.
 COLORS = ("#2683c6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
-DASHES = ("solid", "dash", "dot", "dashdot")
+DASHES = ("-", "--", ":", "-.")  # as matplotlib names them
 
 Number = float | None
 
@@ -50,7 +50,7 @@ class Series:
         style: "line", "points", "line+points", or "names", points with their ``text`` beside them; bars ignore it.
         color: index into ``COLORS``, -1 for grey; None: the number of the series.
         dash: index into ``DASHES``; None: follows from the number of the series.
-        marker: "circle" or "diamond".
+        marker: "o" or "D", a circle or a diamond.
         text: beside each point, of "names".
         group: the name of another series that stands for this one in the legend; "": the series stands for itself.
     """
@@ -63,7 +63,7 @@ class Series:
     style: str = "line"
     color: int | None = None
     dash: int | None = None
-    marker: str = "circle"
+    marker: str = "o"
     text: Sequence[str] | None = None
     group: str = ""
 

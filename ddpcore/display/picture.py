@@ -18,8 +18,6 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from ddpcore.display.chart import Chart, Number, Series, check_plot, color_of, dash_of
 from ddpcore.storage.limits import plain
 
-_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-_MARKERS = {"circle": "o", "diamond": "D"}
 NETWORKS_A_LINE = 3
 _LONG = 1000  # points of a band: with more it is an image, which stays small
 _MOST_LABELS = 30  # of curves in a legend; with more there is none
@@ -105,8 +103,8 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
         y,
         color=color,
         linewidth=0.8 if chart.kind == "network" else 1.4,
-        linestyle=_DASHES[dash_of(series, number)] if "line" in series.style else "none",
-        marker=_MARKERS[series.marker] if "points" in series.style else None,
+        linestyle=dash_of(series, number) if "line" in series.style else "none",
+        marker=series.marker if "points" in series.style else None,
         markersize=4,
         label="_" if series.group else _text(series.name),
     )
@@ -137,7 +135,7 @@ def _bars(axes: Any, chart: Chart) -> None:
             ends = [_distances(series.y, series.low), _distances(series.y, series.high)]
         style: dict[str, Any] = {"color": color_of(series, number), "label": _text(series.name), "capsize": 2}
         if chart.kind == "dots":
-            axes.errorbar(y, at, xerr=ends, fmt=_MARKERS[series.marker], **style)
+            axes.errorbar(y, at, xerr=ends, fmt=series.marker, **style)
         else:
             axes.barh(at, y, height, xerr=ends, **style)
     axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
