@@ -66,7 +66,8 @@ def _landscapes(runs: Sequence[Run], names: Sequence[str]) -> Section:
     charts = []
     for plane, surfaces in found.items():
         for metric, title in _METRICS.items():
-            having = {name: one for name, one in surfaces.items() if metric != "ratio" or "max_eig" in one.values}
+            needed = {"min_eig", "max_eig"} if metric == "ratio" else {metric}
+            having = {name: one for name, one in surfaces.items() if needed <= one.values.keys()}
             charts += surface_charts({f"{title}, {name}: {plane}": one for name, one in having.items()}, metric)
     lines = ["Pictures of one kind and one plane have the same scale of colours."] if len(charts) > 1 else []
     return Section(title="Landscapes", lines=lines, tables=[_table(found)] if found else [], charts=charts)
