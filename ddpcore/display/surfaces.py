@@ -55,8 +55,8 @@ def surface_charts(surfaces: Mapping[str, Surface], metric: str) -> list[Chart]:
 
 def levels_of(surfaces: Sequence[Array]) -> Array:
     """Contour levels for values with finite ones: in equal ratios if they are positive and differ much, else steps."""
-    finite = np.concatenate([values[np.isfinite(values)] for values in surfaces])
-    low, high = float(finite.min()), float(finite.max())
+    known = np.concatenate([values[np.isfinite(values)] for values in surfaces])
+    low, high = float(known.min()), float(known.max())
     if high <= low:
         return np.asarray([low, low + 1.0])
     if low > 0 and high / low > 20:

@@ -196,7 +196,8 @@ def _losses_of(run: Run, name: str) -> Chart:
                 at_step.setdefault(line["step"], []).append(loss)
     steps = sorted(at_step)
     found = [at_step[step] for step in steps]
-    band = {"low": [*map(min, found)], "high": [*map(max, found)]} if any(len(values) > 1 for values in found) else {}
+    several = any(len(values) > 1 for values in found)
+    band: dict[str, Any] = {"low": [*map(min, found)], "high": [*map(max, found)]} if several else {}
     series = Series(name="median", x=steps, y=[*map(statistics.median, found)], **band)
     note = "The median of the learners, with a band from the smallest to the largest." if band else ""
     return _chart(f"Loss of the learners: {name}", "step", "loss of a mini-batch", [series], True, note)
