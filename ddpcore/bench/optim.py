@@ -16,7 +16,7 @@ from ddpcore.bench.command import Kind, bars, check_memory, publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.implementations import COMPARISONS, LISTS, OURS, USUAL, USUAL_OPTIMIZERS, Comparison, Implementation
 from ddpcore.display.chart import Chart, Series
-from ddpcore.display.table import cell_of, interval, number, spread, table_of
+from ddpcore.display.table import cell_of, number, spread, table_of
 from ddpcore.ops.steps import bytes_per_param
 from ddpcore.options.fields import field
 from ddpcore.runtime.launch import World
@@ -217,7 +217,8 @@ def _ratios(result: dict[str, Any]) -> Table:
 
 def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
     times = " / ".join(f"{row['ms']['p50']:.4g}" for row in (left, right))
-    return f"{interval(left['ratio'], separator='-')}\n{times}"
+    middle, low, high = (f"{left['ratio'][name]:.2f}" for name in ("p50", "p20", "p80"))
+    return f"{middle} [{low}-{high}]\n{times}"
 
 
 def _bandwidths(result: dict[str, Any]) -> Table:
