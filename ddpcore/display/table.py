@@ -95,12 +95,12 @@ def table_of(
         title: stands above the table.
     """
     table = RecordTable(title=cell_of(title), title_justify="left")
-    table.asked, rows = asked, list(rows)
-    lines = [[cell_of(cell(row)) for cell in columns.values()] for row in rows]
+    table.asked, records = asked, list(rows)
+    lines = [[cell_of(cell(row)) for cell in columns.values()] for row in records]
     shown = [any(line[place] != MISSING for line in lines) or not lines for place in range(len(columns))]
     for heading in compress(columns, shown):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
-    for row, line, after in zip(rows, lines, [*rows[1:], None], strict=False):
+    for row, line, after in zip(records, lines, [*records[1:], None], strict=False):
         is_last = group is not None and after is not None and row[group] != after[group]
         table.add_row(*compress(line, shown), end_section=is_last)
     return table
