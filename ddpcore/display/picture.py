@@ -86,9 +86,9 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
         low, high = _numbers(series.low), _numbers(series.high)
         axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0, rasterized=len(low) > _LONG)
         known = [False, *(not math.isnan(one + other) for one, other in zip(low, high, strict=True)), False]
-        for place in range(len(low)):
-            if known[place : place + 3] == [False, True, False]:  # an area of one point would not be seen
-                axes.vlines(series.x[place], low[place], high[place], color=color, alpha=0.4, lw=1.6)
+        for index in range(len(low)):
+            if known[index : index + 3] == [False, True, False]:  # an area of one point would not be seen
+                axes.vlines(series.x[index], low[index], high[index], color=color, alpha=0.4, lw=1.6)
     if series.style == "names":
         is_node = chart.kind == "network"
         look = {"s": 220, "color": color} if is_node else {"s": 25, "color": "white", "edgecolors": "black"}

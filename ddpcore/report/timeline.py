@@ -97,5 +97,5 @@ def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
         return []
     means = {rank: [statistics.fmean(column) for column in zip(*lines, strict=True)] for rank, lines in rows.items()}
     own = {rank: (forward, backward, work - forward - backward) for rank, (forward, backward, work, _) in means.items()}
-    found = slow.slow_ranks(own, {rank: mean[3] for rank, mean in means.items()})
-    return [f"{str(one).capitalize()}." for one in found]
+    named = slow.slow_ranks(own, {rank: mean[3] for rank, mean in means.items()})
+    return [f"{str(one).capitalize()}." for one in named]
