@@ -32,7 +32,6 @@ ROW = {
     "test_error_pct",
     "consensus_distance",
     "num_nonfinite",
-    "deaths",
     "ratio_to_ddp",
 }
 ENVIRONMENT = {
