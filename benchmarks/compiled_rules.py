@@ -1,8 +1,8 @@
 """Our optimizers beside what ``torch.compile`` makes of the same rules in operations on lists of tensors.
 
-    python benchmarks/compiled_rules.py [--models bert-base] [--rules sgd adamw lars lamb] [--device auto] [--json FILE]
+    python benchmarks/compiled_rules.py [--models resnet18] [--rules sgd adamw lars lamb] [--device auto] [--json FILE]
 
-Steps run in turn on the parameters of a network, see ``ddpcore bench optim``; the ratio is the median over pairs.
+Steps run in turn on the parameters of a model of ddpcore, with its defaults; the ratio is the median over pairs.
 Compiling the rules for a list takes up to minutes. The rules are those of ``FusedSGD``, ``FusedAdamW``, ``FusedLARS``
 and ``FusedLAMB`` with their default options, momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4.
 """
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 import torch
 from common import add_options, append, parse
 from torch import Tensor
 
-from ddpcore.bench.implementations import LISTS, OURS
+from ddpcore.models import MODELS
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.runtime.machine import machine
 from ddpcore.runtime.timing import interleaved, quantiles
 
@@ -114,12 +116,19 @@ def _adam_update(grads: Tensors, means: Tensors, squares: Tensors, count: Tensor
     return torch._foreach_mul(torch._foreach_div(means, roots), 1 / (1 - beta1**count))
 
 
-RULES = {"sgd": sgd, "adamw": adamw, "lars": lars, "lamb": lamb}
+DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
+MOMENTUM = {**DECAY, "momentum": 0.9}
+RULES: dict[str, tuple[Any, Callable[..., None], dict[str, float]]] = {
+    "sgd": (FusedSGD, sgd, MOMENTUM),
+    "adamw": (FusedAdamW, adamw, DECAY),
+    "lars": (FusedLARS, lars, MOMENTUM),
+    "lamb": (FusedLAMB, lamb, DECAY),
+}
 
 
 def parameters(name: str, device: str) -> list[torch.nn.Parameter]:
-    """Of the shapes of a list, with gradients."""
-    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in LISTS[name].shapes]
+    """Of a model, with gradients."""
+    params = [*MODELS.build(name).to(device).parameters()]
     for param in params:
         param.grad = torch.randn_like(param)
     return params
@@ -127,17 +136,18 @@ def parameters(name: str, device: str) -> list[torch.nn.Parameter]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", choices=list(LISTS), nargs="+", default=["bert-base"])
+    parser.add_argument("--models", choices=MODELS.names(), nargs="+", default=["resnet18"])
     parser.add_argument("--rules", choices=list(RULES), nargs="+", default=list(RULES))
     add_options(parser, repeats=21)
     options = parse(parser)
     for name, rule in product(options.models, options.rules):
-        ours = OURS[rule].build(parameters(name, options.device))
-        compiled = ForeachStep(parameters(name, options.device), RULES[rule], **OURS[rule].options)
+        make, function, settings = RULES[rule]
+        ours = make(parameters(name, options.device), **settings)
+        compiled = ForeachStep(parameters(name, options.device), function, **settings)
         own, theirs = interleaved([ours.step, compiled.step], options.device, options.repeats)
         row = {
-            "case": f"{OURS[rule].name} / torch.compile, {name}",
-            **LISTS[name].describe(),
+            "case": f"{make.__name__} / torch.compile, {name}",
+            "numel": sum(param.numel() for param in parameters(name, "cpu")),
             "ms": quantiles(1e3 * seconds for seconds in own),
             "compiled_ms": quantiles(1e3 * seconds for seconds in theirs),
             "ratio": quantiles(one / other for one, other in zip(own, theirs, strict=True)),

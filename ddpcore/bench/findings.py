@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+from ddpcore.distributed import slow
 from ddpcore.parameters.flat import MiB
 
 BUCKET_BYTES = 25 * MiB  # of the averaged gradients, as DistributedDataParallel has them
@@ -64,6 +65,11 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
         for rank, (own, host) in enumerate(zip(seconds, hosts, strict=True))
         if own > least
     ]
+
+
+def waited_for(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[str]:
+    """A sentence for each rank for which the others wait in training, see :mod:`ddpcore.distributed.slow`."""
+    return [f"{str(one).capitalize()}." for one in slow.slow_ranks(own, waiting)]
 
 
 def slow_links(links: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddpcore.bench.findings import waited_for
 from ddpcore.display.chart import Chart, Series, finite
-from ddpcore.distributed import slow
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
@@ -97,5 +97,4 @@ def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
         return []
     means = {rank: [statistics.fmean(column) for column in zip(*lines, strict=True)] for rank, lines in rows.items()}
     own = {rank: (forward, backward, work - forward - backward) for rank, (forward, backward, work, _) in means.items()}
-    named = slow.slow_ranks(own, {rank: mean[3] for rank, mean in means.items()})
-    return [f"{str(one).capitalize()}." for one in named]
+    return waited_for(own, {rank: mean[3] for rank, mean in means.items()})

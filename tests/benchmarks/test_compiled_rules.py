@@ -9,8 +9,6 @@ import pytest
 import torch
 from compiled_rules import RULES, ForeachStep
 
-from ddpcore.bench.implementations import OURS
-
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, id="compiled")])
 @pytest.mark.parametrize("name", RULES)
@@ -37,5 +35,5 @@ def test_a_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch:
 
 def test_parameters_have_gradients_of_their_own() -> None:
     params = compiled_rules.parameters("lenet5", "cpu")
-    assert [tuple(param.shape) for param in params][:2] == [(6, 3, 5, 5), (6,)]
+    assert len(params) == 10
     assert all(param.grad is not None and param.grad.shape == param.shape for param in params)
