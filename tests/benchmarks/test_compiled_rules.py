@@ -19,10 +19,8 @@ def test_a_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch:
     ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 4), (5,))] for _ in range(2))
     for one, other in zip(ours, theirs, strict=True):
         other.data.copy_(one.data)
-    steps: list[Any] = [
-        OURS[name].build(ours),
-        ForeachStep(theirs, RULES[name], compiled=compiled, **OURS[name].options),
-    ]
+    make, rule, settings = RULES[name]
+    steps: list[Any] = [make(ours, **settings), ForeachStep(theirs, rule, compiled=compiled, **settings)]
     for _ in range(3):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn_like(one)
