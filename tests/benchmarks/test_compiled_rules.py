@@ -32,6 +32,6 @@ def test_a_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch:
 
 
 def test_parameters_have_gradients_of_their_own() -> None:
-    params = compiled_rules.parameters("lenet5", "cpu")
-    assert len(params) == 10
+    params = compiled_rules.parameters("mlp", "cpu")
+    assert sum(param.numel() for param in params) > 0
     assert all(param.grad is not None and param.grad.shape == param.shape for param in params)
