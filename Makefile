@@ -152,7 +152,7 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 	  .venv/bin/pip install -q --no-compile "torch==$(TORCH)+cpu" 2> /dev/null || \
 	    .venv/bin/pip install -q --no-compile --index-url $(CPU_WHEELS) "torch==$(TORCH)+cpu"; \
 	fi
-	.venv/bin/pip install -q --no-compile -c constraints.txt setuptools ninja numpy scipy rich tomli nvidia-ml-py safetensors pooch h5py matplotlib jinja2 plotly
+	.venv/bin/pip install -q --no-compile -c constraints.txt setuptools ninja numpy scipy rich tomli safetensors pooch h5py matplotlib jinja2
 	@touch $@
 
 # What tests, documentation and releases need besides.

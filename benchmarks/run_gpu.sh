@@ -216,12 +216,12 @@ bench() {
     local all=(--dtype float32 bfloat16 --numel 6250000 25000000 250000000)
     local noise=(--numel 6250000 250000000 --repeats 7) noise16=(--numel 6250000 62500000 --repeats 7)
     local lists=(--models lenet5,resnet18,resnet50,vit-s,bert-base,bert-large --seconds 1) quick=() numel=250000000 message=()
-    local strategies=(run.steps=200 data.batch_size=256) stats=(--every 20 --blocks 4 data.batch_size=32)
+    local strategies=(run.steps=200 data.batch_size=256) stats=(--every 20 --repeats 4 --batch-size 16)
     if [ -n "$dry" ]; then
         all=(--numel 5000 --repeats 3) noise=("${all[@]}") noise16=("${all[@]}") numel=5000
         lists=(--models lenet5 --repeats 3 --seconds 0.1) quick=(--repeats 1 --batch-size 4)
         message=(--max-mib 0.25 --seconds 0.01) strategies=(run.steps=5 data.batch_size=16)
-        stats=(--every 2 --blocks 2 data.batch_size=8)
+        stats=(--every 2 --repeats 2 --batch-size 4)
     fi
     local name rule training=(--device $device --json "$out/training.jsonl")
     local ranks=(--world-size "$num_gpus")
@@ -237,8 +237,7 @@ bench() {
     step bench_training 8 "$python" benchmarks/bench_training.py "${training[@]}" "${quick[@]}"
     step strategies 10 "$python" -m ddpcore.bench run.device=$device --backend virtual model=lenet5 \
         --strategies ssgd,dpsgd,local_sgd "${strategies[@]}" --json "$out/strategies.json"
-    step stats 8 "$python" -m ddpcore.bench stats --world-size 2 --backend virtual run.device=$device "${stats[@]}" \
-        --json "$out/stats.json"
+    step bench_statistics 8 "$python" benchmarks/bench_statistics.py "${training[@]}" "${stats[@]}"
     [ -n "$dry" ] || step optim-bfloat16 14 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
         "${lists[@]}" --json "$out/optim-bfloat16.json"
     if [ "$num_gpus" -lt 2 ]; then

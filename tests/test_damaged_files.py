@@ -139,7 +139,7 @@ KINDS = {
     "steps": Kind("steps/rank-0.jsonl", write_steps, read_steps),
     "results": Kind("results.jsonl", write_study, read_study),
     "study": Kind("manifest.json", write_study, lambda folder: Read([read_manifest(folder)], [])),
-    "bench": Kind("bench.json", write_bench, lambda folder: Read([read_bench(folder / "bench.json").result], [])),
+    "bench": Kind("bench.json", write_bench, lambda folder: Read([read_bench(folder / "bench.json")], [])),
     "checkpoint": Kind(f"{LAST}/rank-0.safetensors", write_checkpoints, read_checkpoints),
     "checkpoint's manifest": Kind(f"{LAST}/manifest.json", write_checkpoints, read_checkpoints),
     "npz": Kind("train/a.npz", write_features, read_features),

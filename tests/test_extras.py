@@ -24,10 +24,9 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-IMPORTED_AS = {"nvidia-ml-py": "pynvml"}
 # jinja2 is not blocked: torch needs it too.
 BLOCKED = {
-    IMPORTED_AS.get(package, package)
+    package
     for extra in ("train", "bench", "report")
     for package in EXTRAS[extra]
     if not package.startswith(("ddpcore", "jinja2"))
@@ -46,7 +45,7 @@ def without(*packages: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def bare() -> dict[str, Any]:
     """What a process finds without any of the packages."""
-    assert {"scipy", "rich", "safetensors", "pynvml", "matplotlib", "pooch", "h5py"} <= BLOCKED
+    assert {"scipy", "rich", "safetensors", "matplotlib", "pooch", "h5py"} <= BLOCKED
     return without(*sorted(BLOCKED))
 
 
@@ -94,7 +93,7 @@ def test_every_package_that_the_code_names_is_in_that_extra() -> None:
     checked = set()
     for path in (ROOT / "ddpcore").rglob("*.py"):
         for _, name, body in used.findall(path.read_text()):
-            packages = [IMPORTED_AS.get(package, package) for package in EXTRAS[name]]
+            packages = EXTRAS[name]
             for module in re.findall(r"^ +(?:from|import) ([\w.]+)", body, re.MULTILINE):
                 package = module.removeprefix("torch.utils.").partition(".")[0]
                 if package != "ddpcore":  # a module of ours, which imports packages of this extra

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ddpcore.options import command_line
 from ddpcore.options.extras import MissingPackage, extra
@@ -24,14 +23,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
-        options, prepare = COMMANDS[name]
+        kind = COMMANDS[name]
         program = f"ddpcore {name}" if name in ("demo", "doctor") else f"{program} {name}".rstrip()
-        prog, epilog = program, "" if name else _further(COMMANDS)
+        abouts = {name: (kind.options.__doc__ or "").splitlines() for name, kind in COMMANDS.items() if name}
+        others = " ".join(f"{name}: {lines[0]}" for name, lines in abouts.items())
+        prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {others}"
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
-        given = command_line.parse(options, words, prog=prog, description=options.__doc__ or "", epilog=epilog)
-        start = prepare(given, torchrun)
+        about = kind.options.__doc__ or ""
+        given = command_line.parse(kind.options, words, prog=prog, description=about, epilog=epilog)
+        start = kind.prepare(given, torchrun)
         started = True
         start()
     except KeyboardInterrupt:
@@ -42,12 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{program}: {plain(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, launch.RankFailed) else 2
     return 0
-
-
-def _further(commands: Mapping[str, tuple[type[Any], Any]]) -> str:
-    """The other benches, each with what its help says first."""
-    about = (f"{name}: {(options.__doc__ or '').splitlines()[0]}" for name, (options, _) in commands.items() if name)
-    return f"further benches, see ddpcore bench NAME --help: {' '.join(about)}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from ddpcore.bench.command import (
     Kind,
-    PeakMemory,
     check_models_memory,
     environment,
     environment_lines,
@@ -88,14 +87,12 @@ class Candidate:
 
     contender: Contender
     bucket_mb: float
-    peak_memory_mb: float | None
     same_mb: list[float] = field(list)
     comm_seconds: list[float] = field(list)
 
     def gather(self) -> dict[str, Any]:
         """The measurements of all ranks. Collective."""
-        everyone = gather((self.comm_seconds, self.contender.step_seconds, self.peak_memory_mb))
-        comm, steps, peaks = zip(*everyone, strict=True)
+        comm, steps = zip(*gather((self.comm_seconds, self.contender.step_seconds)), strict=True)
         built, sent = bucket_bytes(self.contender), message_bytes(self.contender)
         return {
             "strategy": self.contender.name,
@@ -108,7 +105,6 @@ class Candidate:
             "step_ms": quantiles(1e3 * second for seconds in steps for second in seconds),
             "comm_ms": 1e3 * quantiles(max(of_round) for of_round in zip(*comm, strict=True))["p50"],
             "round_seconds": self.contender.block_seconds,
-            "peak_memory_mb": max((peak for peak in peaks if peak is not None), default=None),
         }
 
 
@@ -116,8 +112,9 @@ def prepare(config: BucketsConfig, torchrun: World | None) -> Callable[[], None]
     """Check the config on this machine; return a function that starts the ranks."""
     resolved = resolve_ranks(config, torchrun)
     build_dataset(resolved, first=True)
+    model = resolved.training.model
     # At most: sizes beyond the model build the same buckets.
-    num_sizes = len({min(size, model_bytes(resolved) / MiB) for size in config.all_sizes()})
+    num_sizes = len({min(size, model_bytes(model.name, **model.options) / MiB) for size in config.all_sizes()})
     num_models = len(set(map(compute_of, config.strategies))) + len(config.strategies) * (1 + num_sizes)
     check_models_memory(num_models, resolved, "name fewer sizes with --bucket-mb, or a smaller --model")
     return start_ranks(run_rank, resolved, config)
@@ -180,7 +177,6 @@ def _candidates(
     """One candidate for each different set of buckets. A contender whose buckets exist already is freed at once."""
     found: dict[tuple[int, ...], Candidate] = {}
     for size in config.all_sizes():
-        memory = PeakMemory(resolved.device, world.local_world_size)
         contender = build_contender(name, resolved, world, dataset, size)
         run_block(contender, WARM_UP_STEPS, False)
         progress.advance(1, name)
@@ -188,7 +184,7 @@ def _candidates(
         if built in found:
             found[built].same_mb.append(size)
         else:
-            found[built] = Candidate(contender, size, memory.grown_mb())
+            found[built] = Candidate(contender, size)
         del contender
         gc.collect()
     return list(found.values())
@@ -198,8 +194,7 @@ def row_of(measured: dict[str, Any], compute_seconds: Sequence[float], steps: in
     """The row of a candidate, as in the JSON file."""
     exposed = exposed_ms(measured["round_seconds"], compute_seconds, [steps] * len(compute_seconds))
     row = {key: value for key, value in measured.items() if key != "round_seconds"}
-    memory, overlap = row.pop("peak_memory_mb"), overlap_pct(row["comm_ms"], exposed)
-    return {**row, "exposed_comm_ms": exposed, "overlap_pct": overlap, "peak_memory_mb": memory}
+    return {**row, "exposed_comm_ms": exposed, "overlap_pct": overlap_pct(row["comm_ms"], exposed)}
 
 
 def overlap_pct(comm_ms: float, exposed_ms: float) -> float:
@@ -274,7 +269,6 @@ _COLUMNS = {
     "comm alone ms": number("comm_ms"),
     "exposed ms": number("exposed_comm_ms"),
     "hidden": number("overlap_pct", "{:.0f} %"),
-    "peak MB": number("peak_memory_mb", "{:.0f}"),
 }
 
 
@@ -297,4 +291,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-KIND = Kind(lambda result: "recommended" in result, "Bucket sizes", parts, charts)
+KIND = Kind(BucketsConfig, prepare, lambda result: "recommended" in result, "Bucket sizes", parts, charts)

@@ -21,7 +21,6 @@ from ddpcore.bench.command import (
     environment_lines,
     free_memory,
     has,
-    num_hosts,
     publish,
     resolve_ranks,
     start_ranks,
@@ -82,7 +81,7 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     )
     bench = BenchConfig(settings=settings, world_size=config.world_size)
     resolved = resolve_ranks(bench, torchrun)
-    chosen, hosts = [], num_hosts(torchrun)
+    chosen, hosts = [], 1 if torchrun is None else torchrun.num_hosts
     for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:
         try:
             choose_transport(name, world_size=resolved.world_size, device=resolved.device, num_hosts=hosts)
@@ -317,4 +316,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return found
 
 
-KIND = Kind(has("op"), "Operations over transports", parts, charts)
+KIND = Kind(CommConfig, prepare, has("op"), "Operations over transports", parts, charts)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
-import threading
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,91 +15,11 @@ from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve
 from ddpcore.display.chart import Chart, Series, with_values
 from ddpcore.display.table import console_of, print_parts
 from ddpcore.models import MODELS
-from ddpcore.parameters.flat import MiB
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.json_lines import to_json, write_json
 from ddpcore.storage.limits import shown
-
-_PROCESS = "/proc/self"
-
-
-class PeakMemory:
-    """The growth of memory since the constructor: torch's allocated memory on a GPU, the resident set on the CPU.
-
-    The resident set of each rank contains all memory that the ranks share. :meth:`grown_mb` counts only this rank's
-    part of the largest amount of shared memory that was mapped, as a proportional set size does. The system records the
-    peak of the whole resident set. It does not record the peak of the shared part, so a thread samples the shared part.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        num_sharing: number of processes that map the same shared memory.
-    """
-
-    def __init__(self, device: str, num_sharing: int = 1) -> None:
-        self._device = device
-        self._others = 1 - 1 / num_sharing
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self._before: float | None = torch.cuda.memory_allocated()
-        else:
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                # Return freed memory to the system: if the process used it again, its resident set would not grow.
-                trim(0)
-            self._before = _resident("VmRSS") if _reset_peak() else None
-            self._shared = _Sampler("RssShmem")
-
-    def grown_mb(self) -> float | None:
-        """The growth in MiB, at least 0; None if the system does not report the resident set."""
-        peak = torch.cuda.max_memory_allocated() if self._device == "cuda" else _resident("VmHWM")
-        of_others = 0.0 if self._device == "cuda" else self._others * self._shared.stop()
-        return None if self._before is None or peak is None else max(0.0, peak - self._before - of_others) / MiB
-
-
-class _Sampler:
-    """Samples one line of the process's status every 2 ms. Shared segments exist for longer than 2 ms."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self._before = self._most = _resident(key) or 0.0
-        self._stopped = threading.Event()
-        threading.Thread(target=self._sample, daemon=True).start()
-
-    def stop(self) -> float:
-        """Stop the thread, and return the largest growth in bytes."""
-        self._stopped.set()
-        return max(self._most, _resident(self._key) or 0.0) - self._before
-
-    def _sample(self) -> None:
-        while not self._stopped.wait(0.002):
-            self._most = max(self._most, _resident(self._key) or 0.0)
-
-
-def _reset_peak() -> bool:
-    try:
-        Path(_PROCESS, "clear_refs").write_text("5")  # resets VmHWM: proc(5)
-    except OSError:
-        return False
-    return True
-
-
-def _resident(key: str) -> float | None:
-    return status_bytes(f"{_PROCESS}/status", key)
-
-
-def status_bytes(file: str, key: str) -> float | None:
-    """The bytes in the line ``KEY: NUMBER kB`` of a system file; None without such a line or a readable file."""
-    try:
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return 1024.0 * int(line.split()[1])
-    except OSError:
-        pass
-    return None
-
 
 COPIES = 5  # of the parameters in each contender: weights, gradients, two moments, buckets or staging buffers
 
@@ -121,10 +39,10 @@ def environment(resolved: ResolvedConfig) -> dict[str, Any]:
     }
 
 
-def model_bytes(resolved: ResolvedConfig) -> int:
-    """Bytes of the parameters of the model."""
-    model = MODELS.build(resolved.training.model.name, **resolved.training.model.options)
-    return sum(4 * parameter.numel() for parameter in model.parameters())
+def model_bytes(name: str, **options: Any) -> int:
+    """Bytes of the parameters of a model in float32."""
+    with torch.device("meta"):
+        return sum(4 * parameter.numel() for parameter in MODELS.build(name, **options).parameters())
 
 
 def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) -> None:
@@ -133,17 +51,20 @@ def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) 
     Raises:
         ValueError: see :func:`check_memory`.
     """
-    ranks = resolved.world_size if resolved.device == "cpu" else 1
-    needed = ranks * COPIES * model_bytes(resolved) * num_models
-    check_memory(f"{num_models} copies of {resolved.training.model.name}", needed, resolved.device, advice)
+    ranks, model = resolved.world_size if resolved.device == "cpu" else 1, resolved.training.model
+    needed = ranks * COPIES * model_bytes(model.name, **model.options) * num_models
+    check_memory(f"{num_models} copies of {model.name}", needed, resolved.device, advice)
 
 
 def free_memory(device: str) -> float:
     """Bytes that can be allocated; infinity if the system does not report them."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
-    free = status_bytes("/proc/meminfo", "MemAvailable")
-    return math.inf if free is None else free
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return math.inf if found is None else 1024.0 * int(found[1])
 
 
 def check_memory(what: str, needed: float, device: str, advice: str) -> None:
@@ -158,15 +79,20 @@ def check_memory(what: str, needed: float, device: str, advice: str) -> None:
 
 
 class Kind(NamedTuple):
-    """A kind of bench result.
+    """A command, and the kind of its results.
 
     Attributes:
+        options: the class of its flags.
+        prepare: checks the options on this machine, with torchrun's world or None, and returns a function that runs the
+            command. It raises ValueError, in one line, before any process starts.
         knows: whether a JSON file with rows is such a result.
         title: of its section of the page.
         parts: its tables and sentences.
         charts: its charts.
     """
 
+    options: type[Options]
+    prepare: Callable[[Any, World | None], Callable[[], None]]
     knows: Callable[[dict[str, Any]], bool]
     title: str
     parts: Callable[[dict[str, Any]], Sequence[Table | str]]
@@ -231,7 +157,6 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
         world_size=resolved.world_size,
         backend=resolved.choice.backend,
         timeout=resolved.training.strategy.timeout,
-        on_failure=resolved.training.strategy.on_failure,
         forks=True,
     )
 
@@ -255,12 +180,8 @@ def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
         ValueError: see :func:`ddpcore.bench.config.resolve`.
     """
     world_size = config.world_size or (4 if torchrun is None else torchrun.world_size)
-    return resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count(), num_hosts=num_hosts(torchrun))
-
-
-def num_hosts(torchrun: World | None) -> int:
-    """The number of machines on which the ranks run."""
-    return 1 if torchrun is None else torchrun.num_hosts
+    num_hosts = 1 if torchrun is None else torchrun.num_hosts
+    return resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count(), num_hosts=num_hosts)
 
 
 def resolve_ranks(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:

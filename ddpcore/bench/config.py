@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.choice import BACKENDS
-from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
@@ -38,8 +37,12 @@ DEFAULTS = {
 }
 LARGE = {**DEFAULTS, "model": {"name": "resnet18"}, "data": {"name": "synthetic", "batch_size": 32}}
 SILENT = "ddpcore.bench.config:Silent"  # a name of the registry
+_SET_ELSEWHERE = {
+    "name": "use --strategies", "learners": "use --world-size",
+    "on_failure": "a bench compares ranks that stay, leave it out",
+}  # fmt: skip
 _OF_RUN = ("steps", "seed", "device")  # the fields of the section run that a bench uses
-_OF_RANKS = ("transport", "on_failure", "link", "learners")  # of the section strategy, see ResolvedConfig
+_OF_RANKS = ("transport", "link", "learners")  # of the section strategy, see ResolvedConfig
 
 
 class Silent(Strategy):
@@ -111,9 +114,10 @@ class BenchConfig(Options):
         given = parse_settings(self.settings)
         check_settings(given)
         values = merged(self.DEFAULTS, given)
-        for name, flag in (("name", "--strategies"), ("learners", "--world-size")):
-            if name in merged({}, {"strategy": {}, **given})["strategy"]:
-                raise ValueError(f"strategy.{name} is set: use {flag}")
+        of_all = merged({}, {"strategy": {}, **given})["strategy"]
+        for name, advice in _SET_ELSEWHERE.items():
+            if name in of_all:
+                raise ValueError(f"strategy.{name} is set: {advice}")
         for name in values["run"]:
             if name not in _OF_RUN and values["run"][name] is not None:
                 raise ValueError(f"run.{name} is set: a bench uses {', '.join(_OF_RUN)} of a run alone, leave it out")
@@ -231,8 +235,7 @@ class ResolvedConfig:
         """
         here: dict[str, Any] = {"learners": 1 if self.is_alone(strategy) else self.world_size}
         if not is_baseline(strategy):
-            here |= {name: self.config.value(f"strategy.{name}") for name in ("on_failure", "link")}
-            here["transport"] = self.transport_name or "auto"
+            here |= {"link": self.config.value("strategy.link"), "transport": self.transport_name or "auto"}
         sections = {"strategy": here, "run": {"device": self.device}}
         return self.config.train_config(strategy, sections, options=options, batch_size=batch_size)
 
@@ -255,14 +258,13 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         ValueError: the topology does not fit, or this machine lacks a requested device or connection.
     """
     device = resolve_device(config.value("run.device"), num_gpus, "run.device=")
-    on_failure, wanted = config.value("strategy.on_failure"), config.value("strategy.transport")
+    wanted = config.value("strategy.transport")
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
     if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
     transport = None
     if choice.backend != "virtual":
-        may_die = on_failure != ON_FAILURE[0]
-        transport = choose_transport(wanted, world_size=world_size, device=device, num_hosts=num_hosts, may_die=may_die)
+        transport = choose_transport(wanted, world_size=world_size, device=device, num_hosts=num_hosts)
     elif wanted != "auto":
         raise ValueError(f"strategy.transport={wanted} is for real ranks: leave it out, or use --backend gloo")
     config.train_config(SILENT).make_topology().validate(world_size)
@@ -277,8 +279,6 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
             )
         chosen = tuple(name for name in chosen if name not in of_ranks)
         notes += [f"{name} needs real ranks and is left out: the ratio to it is unknown" for name in of_ranks]
-    if on_failure != ON_FAILURE[0]:
-        chosen = _that_go_on(config, choice, chosen, notes)
     for name in chosen:
         of_speed = config.value("data.learners_batch") or config.value("data.balance")
         is_spread = of_speed and config.strategy(name).traits.most_learners != 1
@@ -289,7 +289,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
                 check_transport(strategy, "virtual" if transport is None else transport.name)
             strategy.setup(world_size, torch.float32)
             check_on_nonfinite(config.value("strategy.on_nonfinite"), strategy, world_size)
-    resolved = ResolvedConfig(
+    return ResolvedConfig(
         config=config,
         world_size=world_size,
         strategies=chosen,
@@ -298,22 +298,3 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
         transport=transport,
         notes=tuple(notes),
     )
-    if on_failure != ON_FAILURE[0]:
-        for name in chosen:
-            resolved.train_config(name)  # refuses what cannot go on without a rank
-    return resolved
-
-
-def _that_go_on(config: BenchConfig, choice: Choice, chosen: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
-    """The strategies that go on when a rank dies.
-
-    Raises:
-        ValueError: there are no ranks, or a strategy was requested that ends.
-    """
-    if choice.backend == "virtual":
-        raise ValueError("strategy.on_failure=shrink is for real ranks, and these learners are virtual: leave it out")
-    ends = [name for name in chosen if is_baseline(name)]
-    if config.strategies is not None and ends:
-        raise ValueError(f"strategy.on_failure=shrink: {ends[0]} ends when a rank dies, leave it out of --strategies")
-    notes += [f"{name} ends when a rank dies and is left out: the ratio to it is unknown" for name in ends]
-    return tuple(name for name in chosen if name not in ends)

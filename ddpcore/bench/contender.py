@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.bench.config import SILENT, ResolvedConfig
-from ddpcore.bench.gpu import GpuMeter
-from ddpcore.comm.base import Communicator
 from ddpcore.comm.groups import Call, barrier, default_group
 from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.timing import quantiles
-from ddpcore.strategies.base import Baseline, Strategy, Traits
+from ddpcore.strategies.base import Baseline, Strategy
 from ddpcore.strategies.learner import NonFiniteError
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 from ddpcore.training import Trainer
@@ -65,40 +61,6 @@ class Contender:
         assert self.trainer is not None
         return self.trainer
 
-    @property
-    def traits(self) -> Traits:
-        """What its strategy is like."""
-        return self.strategy.traits
-
-    @property
-    def comm(self) -> Communicator | None:
-        """The connection of ranks that may die; None if ranks stay."""
-        comm = None if self.trainer is None else self.trainer.handle.comm
-        return None if comm is None or comm.member is None else comm
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first of the ranks that are left. True for virtual learners."""
-        return self.comm.learners[0] == 0 if self.comm else not dist.is_initialized() or dist.get_rank() == 0
-
-    def meet(self, what: str) -> None:
-        """Wait for all ranks, or for those that are left; ``what`` names the wait in an error. Collective."""
-        if self.comm is None:
-            barrier(what)
-        else:
-            self.comm.gather(torch.zeros(1, 1))
-
-    def samples_of(self, first: int, num_steps: int) -> int:
-        """Samples of so many steps from ``first``, of the learners that took each of them."""
-        if self.trainer is None:
-            return 0
-        batches, deals = self.trainer.batches, self.trainer.handle.deals
-        nums = [
-            next((len(ids) for begin, ids in reversed(deals) if begin <= step), batches.num_learners)
-            for step in range(first, first + num_steps)
-        ]
-        return batches.batch_size // batches.num_learners * sum(nums)
-
     def run_steps(self, num_steps: int, timed: bool) -> None:
         """Train for some steps; keep their times if ``timed``."""
         if self.trainer is None:
@@ -123,26 +85,24 @@ class Contender:
 
         For a baseline that averages gradients: those of an all-reduce of them.
         """
-        if self.trainer is None or self.traits.most_learners == 1:
+        if self.trainer is None or self.strategy.traits.most_learners == 1:
             return 0.0
         handle = self.trainer.handle
         if handle.learner is not None:
             return handle.learner.comm.bytes_sent / max(1, handle.learner.step)
         numel = sum(parameter.numel() for parameter in handle.model.parameters())
-        return float(all_reduce_bytes(4 * numel, world_size)) if self.traits.averages_gradients else None
+        return float(all_reduce_bytes(4 * numel, world_size)) if self.strategy.traits.averages_gradients else None
 
 
-def run_block(one: Contender, num_steps: int, timed: bool, meter: GpuMeter | None = None) -> None:
-    """Train for a block of steps, which ends when the slowest rank is done. Collective. The meter skips idle ranks."""
-    one.meet("the start of a block of steps")
-    before = 0 if one.trainer is None else one.trainer.num_steps
-    with nullcontext() if meter is None or one.trainer is None else meter.turn(one.name, timed):
-        start = time.perf_counter()
-        one.run_steps(num_steps, timed)
-        one.meet("the end of a block of steps")
-        if timed:
-            one.block_samples.append(one.samples_of(before, num_steps))
-            one.block_seconds.append(time.perf_counter() - start)
+def run_block(one: Contender, num_steps: int, timed: bool) -> None:
+    """Train for a block of steps, which ends when the slowest rank is done. Collective."""
+    barrier("the start of a block of steps")
+    start = time.perf_counter()
+    one.run_steps(num_steps, timed)
+    barrier("the end of a block of steps")
+    if timed:
+        one.block_samples.append(0 if one.trainer is None else num_steps * one.trainer.batches.batch_size)
+        one.block_seconds.append(time.perf_counter() - start)
 
 
 def compute_of(name: str) -> str:
@@ -160,13 +120,8 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
     return max(0.0, quantiles(1e3 * (mine - without) / steps for mine, without, steps in blocks)["p50"])
 
 
-def gather(value: Any, comm: Communicator | None = None) -> list[Any]:
-    """The value of every rank, or of those that ``comm`` has left. Collective."""
-    if comm is not None:
-        text = pickle.dumps(value)
-        size = int(comm.gather(torch.tensor([[len(text)]])).max())
-        rows = comm.gather(torch.frombuffer(bytearray(text.ljust(size, b"\0")), dtype=torch.uint8)[None])
-        return [pickle.loads(row.numpy().tobytes()) for row in rows]  # each ends before the zeros
+def gather(value: Any) -> list[Any]:
+    """The value of every rank. Collective."""
     everyone = [value]
     if dist.is_initialized():
         everyone *= dist.get_world_size()

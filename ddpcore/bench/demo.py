@@ -157,4 +157,4 @@ _COLUMNS = {
 }
 
 
-KIND = Kind(lambda result: "failed_above_pct" in result, "Handwritten digits", parts, charts)
+KIND = Kind(DemoConfig, prepare, lambda result: "failed_above_pct" in result, "Handwritten digits", parts, charts)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from ddpcore.bench import findings
-from ddpcore.bench.command import Kind, publish
+from ddpcore.bench.command import Kind, model_bytes, publish
 from ddpcore.bench.config import Options
 from ddpcore.comm.choice import choose_backend
 from ddpcore.comm.groups import barrier, default_group, gather_objects
@@ -79,7 +79,8 @@ def run_rank(world: World, config: DoctorConfig) -> None:
     hosts = everyone[:: world.local_world_size]
     problems = [problem for one in hosts for problem in findings.of_host(one)]
     problems += findings.slow_ranks(seconds, [one["host"] for one in everyone]) + findings.slow_links(links)
-    num_bytes = 4e6 * config.parameters if config.parameters is not None else bytes_of(config.model)
+    num_bytes = None if config.parameters is None else 4e6 * config.parameters
+    num_bytes = num_bytes if config.model is None else model_bytes(config.model)
     result: dict[str, Any] = {
         "hosts": hosts,
         "work_ms": [1e3 * one for one in seconds],
@@ -91,14 +92,6 @@ def run_rank(world: World, config: DoctorConfig) -> None:
         slowest = min(links, key=lambda link: link["bytes_per_s"])
         result["costs"] = findings.costs(num_bytes, config.step_ms / 1e3, world.world_size, slowest)
     publish(result, KIND, config)
-
-
-def bytes_of(name: str | None) -> float | None:
-    """Bytes of the weights of a model in float32, with its defaults; None without a model."""
-    if name is None:
-        return None
-    with torch.device("meta"):
-        return sum(4.0 * parameter.numel() for parameter in MODELS.build(name).parameters())
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -115,10 +108,8 @@ def facts(device: str) -> dict[str, Any]:
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "shm_bytes": shm,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "interface": variables[f"{library}_SOCKET_IFNAME"] or interface_of_name(),
-        "clock": time.time(),
     }
 
 
@@ -227,4 +218,4 @@ _LINKS = {
     "latency us": lambda row: f"{1e6 * row['latency_s']:,.0f}",
     "Mb/s": lambda row: f"{8e-6 * row['bytes_per_s']:,.0f}",
 }
-KIND = Kind(lambda result: "problems" in result, "Hosts and links", parts, lambda result: [])
+KIND = Kind(DoctorConfig, prepare, lambda result: "problems" in result, "Hosts and links", parts, lambda result: [])

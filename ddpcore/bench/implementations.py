@@ -1,22 +1,18 @@
 """The optimizers that are compared: ours, torch's, and those of other libraries, if installed; and the parameters.
 
 All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameters have the shapes of well-known networks.
-:class:`ForeachStep` applies the rules of :class:`~ddpcore.optim.FusedSGD`, ``FusedAdamW``, ``FusedLARS`` and
-``FusedLAMB`` with their default options in operations on lists of tensors, for ``torch.compile`` to fuse.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Shapes = list[tuple[int, ...]]
 
@@ -113,102 +109,8 @@ LISTS = {
 USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default of the bench
 
 
-BETAS = (0.9, 0.999)
-Tensors = list[Tensor] | tuple[Tensor, ...]
-
-
-class ForeachStep:
-    """An optimizer without groups: ``step()`` applies a rule to all parameters.
-
-    Args:
-        params: with gradients.
-        rule: a function of this module.
-        compiled: whether ``torch.compile`` compiles the rule, at the first step.
-    """
-
-    def __init__(
-        self, params: Iterable[Tensor], rule: Callable[..., None], *, compiled: bool = True, **options: float
-    ) -> None:
-        self._params, self._options = list(params), options
-        self._rule = torch.compile(rule, fullgraph=True, dynamic=False) if compiled else rule
-        self._states = [[torch.zeros_like(param, dtype=torch.float32) for param in self._params] for _ in range(2)]
-        self._count = torch.zeros((), device=self._params[0].device)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update all parameters."""
-        grads = [param.grad for param in self._params]
-        self._rule(self._params, grads, *self._states, self._count, **self._options)
-
-
-def sgd(
-    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
-    *, lr: float, momentum: float, weight_decay: float,
-) -> None:  # fmt: skip
-    """SGD with momentum."""
-    _momentum_step(params, torch._foreach_add(grads, params, alpha=weight_decay), buffers, lr, momentum)
-
-
-def lars(
-    params: Tensors, grads: Tensors, buffers: Tensors, _: Tensors, __: Tensor,
-    *, lr: float, momentum: float, weight_decay: float, trust_coefficient: float = 0.001, eps: float = 1e-8,
-) -> None:  # fmt: skip
-    """LARS as in You et al. 2017."""
-    weights, slopes = _norms(params), _norms(grads)
-    ratio = trust_coefficient * weights / (slopes + weight_decay * weights + eps)
-    ratio = torch.where((weights > 0) & (slopes > 0), ratio, 1.0)
-    update = torch._foreach_add(grads, params, alpha=weight_decay)
-    _momentum_step(params, torch._foreach_mul(update, (lr * ratio).unbind()), buffers, 1.0, momentum)
-
-
-def adamw(
-    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
-    *, lr: float, weight_decay: float, eps: float = 1e-8,
-) -> None:  # fmt: skip
-    """Adam with decoupled weight decay."""
-    update = _adam_update(grads, means, squares, count, eps)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, update, alpha=-lr)
-
-
-def lamb(
-    params: Tensors, grads: Tensors, means: Tensors, squares: Tensors, count: Tensor,
-    *, lr: float, weight_decay: float, eps: float = 1e-6,
-) -> None:  # fmt: skip
-    """LAMB as in You et al. 2020."""
-    update = _adam_update(grads, means, squares, count, eps)
-    update = torch._foreach_add(update, params, alpha=weight_decay)
-    weights, lengths = _norms(params), _norms(update)
-    ratio = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
-    torch._foreach_sub_(params, torch._foreach_mul(update, (lr * ratio).unbind()))
-
-
-def _norms(tensors: Tensors) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors))
-
-
-def _momentum_step(params: Tensors, update: Tensors, buffers: Tensors, lr: float, momentum: float) -> None:
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, update)
-    torch._foreach_add_(params, buffers, alpha=-lr)
-
-
-def _adam_update(grads: Tensors, means: Tensors, squares: Tensors, count: Tensor, eps: float) -> Tensors:
-    """The corrected mean over the root of the corrected square. Updates both and the count."""
-    beta1, beta2 = BETAS
-    torch._foreach_lerp_(means, grads, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-    count += 1
-    roots = torch._foreach_sqrt(squares)
-    torch._foreach_mul_(roots, (1 - beta2**count).rsqrt())
-    torch._foreach_add_(roots, eps)
-    return torch._foreach_mul(torch._foreach_div(means, roots), 1 / (1 - beta1**count))
-
-
 _DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
 _MOMENTUM = {**_DECAY, "momentum": 0.9}
-_EXTRA = "pip install 'ddpcore[bench]'"
 
 
 @dataclass(frozen=True)
@@ -218,14 +120,11 @@ class Implementation:
     Attributes:
         name: as printed.
         module: from which it is imported when it is needed.
-        path: of the class in the module, or of the rule, if it is compiled.
-        options: of the class or rule.
+        path: of the class in the module.
+        options: of the class.
         install: how to install the library; empty for ddpcore and torch.
-        listed: whether the table has a line for it even if it is not installed.
-        cuda_only: it does not run on the CPU.
         matrices: it gets the parameters of two dimensions only.
         rounded: our optimizer with momentum and moments of bfloat16.
-        compiled: ``torch.compile`` makes its kernels at the first step.
     """
 
     name: str
@@ -233,11 +132,8 @@ class Implementation:
     path: str
     options: dict[str, Any] = field(default_factory=dict)
     install: str = ""
-    listed: bool = True
-    cuda_only: bool = False
     matrices: bool = False
     rounded: bool = False
-    compiled: bool = False
 
     @property
     def library(self) -> str:
@@ -248,12 +144,10 @@ class Implementation:
         """Whether the library can be found. It is not imported."""
         return importlib.util.find_spec(self.library) is not None
 
-    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer | ForeachStep:
+    def build(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters."""
         chosen = [param for param in params if param.ndim == 2 or not self.matrices]
-        named = attrgetter(self.path)(importlib.import_module(self.module))
-        if self.compiled:
-            return ForeachStep(chosen, named, **self.options)
+        named = getattr(importlib.import_module(self.module), self.path)
         optimizer: torch.optim.Optimizer = named(chosen, **self.options)
         return optimizer
 
@@ -313,37 +207,21 @@ ROUNDED = {
 USUAL_OPTIMIZERS = tuple(name for name in OURS if name != "muon")  # whose steps take seconds
 
 
-def _peer(optimizer: str, module: str, path: str, options: dict[str, Any], **more: Any) -> Comparison:
-    name = f"{module.partition('.')[0]}.{path}"
-    return Comparison(optimizer, Implementation(name, module, path, options, **more), OURS[optimizer])
+def _peer(optimizer: str, module: str, path: str, options: dict[str, Any]) -> Comparison:
+    """Another library beside our optimizer."""
+    other = Implementation(f"{module}.{path}", module, path, options, install="pip install 'ddpcore[bench]'")
+    return Comparison(optimizer, other, OURS[optimizer])
 
 
-def _compiled(optimizer: str) -> Comparison:
-    options = OURS[optimizer].options
-    name = f"torch.compile(foreach {optimizer})"
-    return Comparison(
-        optimizer,
-        OURS[optimizer],
-        Implementation(name, "ddpcore.bench.implementations", optimizer, options, compiled=True),
-    )
-
-
-_TIMM = {"install": "pip install timm", "listed": False}
-_APEX = {"install": "build it from github.com/NVIDIA/apex", "listed": False, "cuda_only": True}
 COMPARISONS = (
     Comparison("sgd", OURS["sgd"], _SGD),
     Comparison("adamw", OURS["adamw"], _ADAMW),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
     *(Comparison(name, rounded, OURS[name]) for name, rounded in ROUNDED.items()),
-    *map(_compiled, USUAL_OPTIMIZERS),
-    _peer("lamb", "torch_optimizer", "Lamb", _DECAY, install=_EXTRA),
-    _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY, install=_EXTRA),
-    _peer("lars", "torch_optimizer", "LARS", _MOMENTUM, install=_EXTRA),
-    _peer("lars", "timm.optim", "Lars", _MOMENTUM, **_TIMM),
-    _peer("lamb", "timm.optim", "Lamb", {**_DECAY, "max_grad_norm": None}, **_TIMM),
-    _peer("sgd", "apex.optimizers", "FusedSGD", _MOMENTUM, **_APEX),
-    _peer("lamb", "apex.optimizers", "FusedLAMB", _DECAY, **_APEX),
+    _peer("lamb", "torch_optimizer", "Lamb", _DECAY),
+    _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY),
+    _peer("lars", "torch_optimizer", "LARS", _MOMENTUM),
     Comparison("muon", OURS["muon"], _MUON),
 )
 """In the order of the table."""

@@ -16,7 +16,7 @@ from ddpcore.bench.command import Kind, bars, check_memory, publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.implementations import COMPARISONS, LISTS, OURS, USUAL, USUAL_OPTIMIZERS, Comparison, Implementation
 from ddpcore.display.chart import Chart, Series
-from ddpcore.display.table import cell_of, interval, number, spread, table_of
+from ddpcore.display.table import cell_of, number, spread, table_of
 from ddpcore.ops.steps import bytes_per_param
 from ddpcore.options.fields import field
 from ddpcore.runtime.launch import World
@@ -39,7 +39,6 @@ class OptimConfig(Options):
     models: tuple[str, ...] = field(USUAL, "comma-separated", choices=tuple(LISTS))
     optimizers: tuple[str, ...] = field(USUAL_OPTIMIZERS, "comma-separated", choices=tuple(OURS))
     peers: bool = field(True, "compare with other libraries too, if they are installed")
-    compiled: bool = field(False, "compare with what torch.compile makes of each rule too: compiling takes minutes")
     repeats: int = field(21, "pairs of samples of each comparison, at most", least=1)
     seconds: float = field(4.0, "no pair of a comparison begins after this time; three are always taken", above=0)
     threads: int | None = field(None, "of the CPU (torch's default)", least=1)
@@ -54,7 +53,7 @@ class OptimConfig(Options):
 
 def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that runs the bench."""
-    states = 2 if config.compiled or {"adamw", "lamb"} & set(config.optimizers) else 1
+    states = 2 if {"adamw", "lamb"} & set(config.optimizers) else 1
     for name in config.models:
         numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
         needed = 4 * numbers + LARGEST_COPY
@@ -105,20 +104,12 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
         peer = comparison.peer
-        if comparison.optimizer not in config.optimizers or (comparison.right.compiled and not config.compiled):
+        if comparison.optimizer not in config.optimizers or (peer is not None and not config.peers):
             continue
-        if peer is not None:
-            if not config.peers or (peer.cuda_only and device != "cuda"):
-                continue
-            if not peer.is_installed():
-                absent[peer.library] = peer.install
-                if not peer.listed:
-                    continue
-            elif (why := peer.why_unusable(device, dtype)) is not None:
-                notes.append(why)
-                continue
-        if comparison.right.compiled and (why := comparison.right.why_unusable(device, dtype)) is not None:
-            notes.append(why)  # there is no compiler, say
+        if peer is not None and not peer.is_installed():
+            absent[peer.library] = peer.install
+        elif peer is not None and (why := peer.why_unusable(device, dtype)) is not None:
+            notes.append(why)
             continue
         chosen.append(comparison)
     if absent:
@@ -226,7 +217,8 @@ def _ratios(result: dict[str, Any]) -> Table:
 
 def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
     times = " / ".join(f"{row['ms']['p50']:.4g}" for row in (left, right))
-    return f"{interval(left['ratio'], separator='-')}\n{times}"
+    middle, low, high = (f"{left['ratio'][name]:.2f}" for name in ("p50", "p20", "p80"))
+    return f"{middle} [{low}-{high}]\n{times}"
 
 
 def _bandwidths(result: dict[str, Any]) -> Table:
@@ -272,4 +264,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-KIND = Kind(lambda result: "comparisons" in result, "Optimizers", parts, charts)
+KIND = Kind(OptimConfig, prepare, lambda result: "comparisons" in result, "Optimizers", parts, charts)

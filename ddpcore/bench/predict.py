@@ -36,7 +36,7 @@ from ddpcore.bench.contender import (
     run_block,
 )
 from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
-from ddpcore.bench.step_model import Step, Transfer, available_cores, error_pct, predict
+from ddpcore.bench.step_model import Step, Transfer, available_cores, predict
 from ddpcore.comm.choice import TRANSPORTS
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.comm.groups import barrier
@@ -260,7 +260,7 @@ def steps_of(plans: Sequence[Plan], parts: Parts[Transfer], sizes: Sequence[int]
 
 def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cores: int) -> dict[str, Any]:
     """The row of a case, as in the JSON file: a prediction for each turn from that turn, and medians over turns."""
-    contender, resolved, traits = case.contender, case.resolved, case.contender.traits
+    contender, resolved, traits = case.contender, case.resolved, case.contender.strategy.traits
     on_cpu = resolved.device == "cpu"
     num_threads = resolved.world_size * launch.threads_per_rank(resolved.world_size)
     sizes = message_bytes(contender)
@@ -273,7 +273,7 @@ def row_of(case: Case, everyone: Sequence[Sequence[Turn]], timer: StepTimer, cor
         predicted.append(predict(compute, steps, cores=available, background=background))
         measured.append(turns[0].step)
         comm.append(sum(one.seconds for one in (*parts["together"], *(parts["exchange"] or parts["average"]))))
-    errors = [error_pct(*pair) for pair in zip(predicted, measured, strict=True)]
+    errors = [100 * (guess / seconds - 1) for guess, seconds in zip(predicted, measured, strict=True)]
     return {
         "strategy": contender.name,
         "topology": resolved.training.strategy.topology if contender.strategy.topology is not None else None,
@@ -363,4 +363,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 
-KIND = Kind(lambda result: "compute_ms" in result, "Predicted step times", parts, charts)
+KIND = Kind(PredictConfig, prepare, lambda result: "compute_ms" in result, "Predicted step times", parts, charts)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -26,17 +24,14 @@ from ddpcore.bench.contender import (
     compute_of,
     exposed_ms,
     gather,
-    is_idle,
     run_block,
 )
-from ddpcore.bench.gpu import GpuMeter
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.training import Trainer
 from ddpcore.training.balance import balanced
 from ddpcore.training.build import LearnerPlacement, threads_for
 from ddpcore.training.memory import estimate
@@ -46,8 +41,7 @@ NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 NOISY = 3.0  # times the 20th percentile of a step that the 80th may be
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
 COPIED = (
-    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "consensus_ms",
-    "num_nonfinite", "deaths",
+    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "num_nonfinite",
 )  # fmt: skip
 
 
@@ -83,11 +77,10 @@ def run_rank(world: World, resolved: ResolvedConfig) -> None:
 
 def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> None:
     config, num_steps = resolved.training, resolved.num_steps
-    meter = GpuMeter() if resolved.device == "cuda" else None
     names = dict.fromkeys(resolved.strategies)
     if not resolved.is_virtual:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if not resolved.is_alone(name))
-    contenders = [_build(name, resolved, world, dataset, meter) for name in names]
+    contenders = [build_contender(name, resolved, world, dataset) for name in names]
     for one in contenders:
         if world.rank == 0 and one.trainer is not None:
             of_first = resolved.train_config(HIDDEN.get(one.name, one.name))
@@ -98,10 +91,10 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
         for block, timed in _blocks(num_steps):
             for one in contenders:
-                run_block(one, block, timed, meter)
+                run_block(one, block, timed)
                 progress.advance(block, one.name)
-    results = [_gather(one, resolved, meter) for one in contenders]
-    if contenders[-1].is_first:
+    results = [_gather(one, resolved) for one in contenders]
+    if world.rank == 0:
         about = {
             "model": config.model.name,
             "dataset": config.data.name,
@@ -124,14 +117,6 @@ def _edges(contenders: Sequence[Contender]) -> list[str]:
     ]
 
 
-def _build(
-    name: str, resolved: ResolvedConfig, world: World, dataset: data.Dataset, meter: GpuMeter | None
-) -> Contender:
-    """The contender; the meter counts the GPU memory that it allocates, except on idle ranks."""
-    with nullcontext() if meter is None or is_idle(name, resolved, world) else meter.turn(name, timed=False):
-        return build_contender(name, resolved, world, dataset)
-
-
 def _blocks(num_steps: int) -> list[tuple[int, bool]]:
     """(steps, timed) of each block: a warm-up, then up to NUM_BLOCKS of nearly equal length."""
     warm_up = min(num_steps - 1, max(1, round(WARM_UP_SHARE * num_steps))) if num_steps > 1 else 0
@@ -141,40 +126,35 @@ def _blocks(num_steps: int) -> list[tuple[int, bool]]:
     return ([(warm_up, False)] if warm_up else []) + [(length, True) for length in lengths]
 
 
-def _gather(one: Contender, resolved: ResolvedConfig, meter: GpuMeter | None) -> dict[str, Any]:
+def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     """What all ranks measured of a contender. Collective."""
     sent = one.bytes_per_step(resolved.world_size)  # before the averages of the evaluation
     losses_SL = torch.stack(one.losses).cpu() if one.losses else None
     nonfinite = [] if one.trainer is None else [(event.step, event.learner) for event in one.trainer.handle.nonfinite]
-    reading = None if meter is None else meter.reading(one.name)
-    everyone = gather((one.step_seconds, losses_SL, reading, nonfinite), one.comm)
-    seconds, parts, readings, found = zip(*everyone, strict=True)
+    seconds, parts, found = zip(*gather((one.step_seconds, losses_SL, nonfinite)), strict=True)
     num_nonfinite = len(set().union(*found))  # all ranks find those of averaged gradients
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
     losses = losses_SL.nanmean(dim=1) if resolved.training.strategy.on_nonfinite != "raise" else losses_SL.mean(dim=1)
     if num_nonfinite and resolved.training.strategy.on_nonfinite == "raise":
         losses[-1] = math.nan  # it has diverged
     trainer = None if one.name in HIDDEN else one.trainer
-    evaluation, distance, consensus_ms = None, None, None
+    evaluation, distance = None, None
     if trainer is not None and math.isfinite(losses[-1].item()):
         evaluation = trainer.evaluate(trainer.evaluation_model())
-    if trainer is not None and one.traits.most_learners != 1:
-        distance, consensus_ms = _consensus(one, trainer)
+    if trainer is not None and one.strategy.traits.most_learners != 1:
+        distance = trainer.handle.consensus_distance()
     return {
         "name": one.name,
         "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
         "block_seconds": one.block_seconds,
         "block_samples": one.block_samples,
-        "deaths": [] if trainer is None else [asdict(change) for change in trainer.handle.changes],
         "bytes_per_step": sent,
         "curve": _curve(losses, one.block_seconds, resolved.num_steps),
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
         "consensus_distance": distance,
-        "consensus_ms": consensus_ms,
         "num_nonfinite": num_nonfinite,
-        "gpu": readings,
     }
 
 
@@ -184,14 +164,6 @@ def _curve(losses: Tensor, block_seconds: Sequence[float], num_steps: int) -> di
     timed = [length for length, timed in _blocks(num_steps) if timed]
     means = [block.mean().item() for block in losses.split(lengths)][-len(timed) :]
     return {"steps": [*accumulate(timed)], "seconds": [*accumulate(block_seconds)], "loss": means}
-
-
-def _consensus(one: Contender, trainer: Trainer) -> tuple[float, float]:
-    """The distance, and the milliseconds to compute it, including the wait for a GPU. Collective."""
-    one.meet("the start of a measurement")
-    start = time.perf_counter()
-    distance = trainer.handle.consensus_distance()
-    return distance, 1e3 * (time.perf_counter() - start)
 
 
 def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,23 +193,9 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
                 "exposed_comm_ms": exposed,
                 **{key: result[key] for key in COPIED},
                 "ratio_to_ddp": ratio,
-                **_gpu(result["gpu"], sum(result["block_samples"])),
             }
         )
     return rows
-
-
-def _gpu(everyone: Sequence[dict[str, Any] | None], num_samples: int) -> dict[str, Any]:
-    readings = [reading for reading in everyone if reading is not None]
-    if not readings:
-        return {}
-    row: dict[str, Any] = dict.fromkeys(("gpu_watts", "gpu_utilization_pct", "samples_per_joule"))
-    row["gpu_memory_bytes"] = max(reading["memory_bytes"] for reading in readings)
-    if all(reading["joules"] for reading in readings):
-        row["gpu_watts"] = sum(reading["watts"] for reading in readings)
-        row["gpu_utilization_pct"] = sum(reading["utilization_pct"] for reading in readings) / len(readings)
-        row["samples_per_joule"] = num_samples / sum(reading["joules"] for reading in readings)
-    return row
 
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
@@ -249,7 +207,7 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
 
 
 def seen(rows: list[dict[str, Any]]) -> list[str]:
-    """What the table shows: the fastest strategy beside ddp, test errors, divergence and deaths, a line each."""
+    """What the table shows: the fastest strategy beside ddp, test errors and divergence, a line each."""
     most = max((row["world_size"] for row in rows), default=0)
     rows = [row for row in rows if row["world_size"] == most]  # one learner with the whole batch is no competitor
     lines = []
@@ -270,14 +228,7 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
     lines += [f"{_name(row)} diverged: take a smaller optimizer.lr" for row in rows if row["loss_last"] is None]
     left_out = [row for row in rows if row.get("num_nonfinite") and row["loss_last"] is not None]
     lines += [f"{_name(row)}: {row['num_nonfinite']} steps of a learner were not finite, left out" for row in left_out]
-    lines += [_death(row, death) for row in rows for death in row.get("deaths", ())]
     return lines
-
-
-def _death(row: dict[str, Any], death: dict[str, Any]) -> str:
-    ids, left = " and ".join(map(str, death["lost"])), len(death["members"])
-    when = "" if death["step"] is None else f" at step {death['step']}"
-    return f"{_name(row)}: learner {ids} died{when}, {left} of {row['world_size']} are left"
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -323,4 +274,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]  # fmt: skip
 
 
-KIND = Kind(has("samples_per_s"), "Strategies", parts, charts)
+KIND = Kind(BenchConfig, prepare, has("samples_per_s"), "Strategies", parts, charts)

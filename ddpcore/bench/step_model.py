@@ -7,7 +7,6 @@ the computation. The prediction is the larger of the two.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -118,8 +117,3 @@ def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float
     if num_threads < num_cores or compute.cpu <= 0 or length <= 0:
         return num_cores
     return min(num_cores, compute.cpu / length)
-
-
-def error_pct(predicted: float, measured: float) -> float:
-    """The prediction minus the measurement, in percent of the measurement; NaN if nothing was measured."""
-    return 100 * (predicted - measured) / measured if measured > 0 else math.nan

@@ -1,13 +1,12 @@
-"""A chart as plain values. The page draws it with plotly, and ``--plot`` with matplotlib; this file imports neither."""
+"""A chart as plain values. ``ddpcore.display.picture`` draws it; this file does not import matplotlib."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ def check_plot(path: Path | None) -> None:
         raise ValueError("--plot needs matplotlib: pip install 'ddpcore[report]', or leave --plot out")
 
 
-MAX_POINTS = 1000  # of a curve on the page
-MAX_COLUMNS = 400  # of a heat map
 # Okabe and Ito's colours, without those that vanish on a light or on a dark page.
 COLORS = ("#2683c6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
-DASHES = ("solid", "dash", "dot", "dashdot")
+DASHES = ("-", "--", ":", "-.")  # as matplotlib names them
 
 Number = float | None
 
@@ -53,10 +50,9 @@ class Series:
         style: "line", "points", "line+points", or "names", points with their ``text`` beside them; bars ignore it.
         color: index into ``COLORS``, -1 for grey; None: the number of the series.
         dash: index into ``DASHES``; None: follows from the number of the series.
-        marker: "circle" or "diamond".
-        text: shown at each point on hover, or beside it.
+        marker: "o" or "D", a circle or a diamond.
+        text: beside each point, of "names".
         group: the name of another series that stands for this one in the legend; "": the series stands for itself.
-        hidden: not drawn until a reader clicks on its name in the legend.
     """
 
     name: str
@@ -67,9 +63,8 @@ class Series:
     style: str = "line"
     color: int | None = None
     dash: int | None = None
-    marker: str = "circle"
+    marker: str = "o"
     text: Sequence[str] | None = None
-    hidden: bool = False
     group: str = ""
 
 
@@ -86,7 +81,7 @@ class Chart:
         log_x, log_y: whether an axis is logarithmic.
         note: a sentence below the chart.
         rows: of "contour": the y coordinate of each row.
-        levels: of "contour": the values between two colours, on a logarithmic scale with ``log_y``.
+        levels: of "contour": the values between two colours.
         ticks: the values to mark on the x axis; (): chosen by the library.
     """
 
@@ -110,11 +105,6 @@ class Chart:
         return self.series[len(self.rows) :]
 
     @property
-    def tick_texts(self) -> list[str]:
-        """The texts of the ticks."""
-        return [f"{tick:g}" if isinstance(tick, int | float) else str(tick) for tick in self.ticks]
-
-    @property
     def has_legend(self) -> bool:
         """Whether names of several series stand beside the chart."""
         return self.kind in ("lines", "bars", "dots") and len(self.series) > 1
@@ -133,25 +123,6 @@ def dash_of(series: Series, number: int) -> str:
     return DASHES[(max(0, place) // len(COLORS) if series.dash is None else series.dash) % len(DASHES)]
 
 
-def distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
-    """How far an error bar goes from each value to its end; 0 without a value or an end."""
-    pairs = zip(values, ends, strict=True)
-    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
-
-
-def band_parts(series: Series) -> list[slice]:
-    """The parts of a curve in which each point has both ends of its band."""
-    if series.low is None or series.high is None:
-        return []
-    known = [low is not None and high is not None for low, high in zip(series.low, series.high, strict=True)]
-    parts = []
-    for is_known, places in groupby(range(len(known)), lambda place: known[place]):
-        if is_known:
-            part = [*places]
-            parts.append(slice(part[0], part[-1] + 1))
-    return parts
-
-
 def finite(value: Any) -> Number:
     """The value as a number; None if it is none, not finite, or too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
@@ -162,55 +133,6 @@ def finite(value: Any) -> Number:
 def with_values(charts: Iterable[Chart]) -> list[Chart]:
     """The charts that have something to show."""
     return [chart for chart in charts if any(series.y for series in chart.series)]
-
-
-def thinned(series: Series) -> Series:
-    """The series with at most about MAX_POINTS points: both ends, and the smallest and largest value of equal parts.
-
-    A peak of one point stays. A part without values stays a gap.
-    """
-    num = len(series.y)
-    if num <= MAX_POINTS:
-        return series
-    kept, parts = {0, num - 1}, MAX_POINTS // 2
-    for part in range(parts):
-        indices = range(part * num // parts, (part + 1) * num // parts)
-        for values, ends in ((series.y, (min, max)), (series.low, (min,)), (series.high, (max,))):
-            found = [(value, index) for index in indices if values and (value := values[index]) is not None]
-            kept |= {end(found)[1] for end in ends} if found else {indices[0]}
-    columns = {name: getattr(series, name) for name in ("x", "y", "low", "high", "text")}
-    picked: dict[str, Any] = {
-        name: None if values is None else [values[index] for index in sorted(kept)] for name, values in columns.items()
-    }
-    return replace(series, **picked)
-
-
-def thinned_chart(chart: Chart) -> Chart:
-    """The chart with thinned curves, and a note that says so. A heat map keeps the largest value of each part."""
-    if chart.kind == "heat":
-        return _thinned_heat(chart)
-    if chart.kind != "lines" or all(len(series.y) <= MAX_POINTS for series in chart.series):
-        return chart
-    most = max(len(series.y) for series in chart.series)
-    series = [thinned(one) for one in chart.series]
-    shown = max(len(one.y) for one in series)
-    note = f"{shown:,} of {most:,} points: the smallest and the largest of each of {MAX_POINTS // 2} equal parts."
-    return replace(chart, series=series, note=" ".join(filter(None, (chart.note, note))))
-
-
-def _thinned_heat(chart: Chart) -> Chart:
-    num = max((len(series.y) for series in chart.series), default=0)
-    if num <= MAX_COLUMNS:
-        return chart
-    size = -(-num // MAX_COLUMNS)
-    rows = []
-    for series in chart.series:
-        starts = range(0, len(series.y), size)
-        parts = [[value for value in series.y[start : start + size] if value is not None] for start in starts]
-        values = [max(part) if part else None for part in parts]
-        rows.append(replace(series, x=[series.x[start] for start in starts], y=values))
-    note = f"A column is the largest value of {size} steps."
-    return replace(chart, series=rows, note=" ".join(filter(None, (chart.note, note))))
 
 
 def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Chart:

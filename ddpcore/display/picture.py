@@ -10,20 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import Chart, Series, band_parts, check_plot, color_of, dash_of, distances
+import matplotlib
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from ddpcore.display.chart import Chart, Number, Series, check_plot, color_of, dash_of
 from ddpcore.storage.limits import plain
 
-try:
-    import matplotlib
-    from matplotlib.colors import BoundaryNorm
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter
-except ImportError:  # the extra `report`
-    Figure = None  # type: ignore[assignment,misc]
-
-_DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
-_MARKERS = {"circle": "o", "diamond": "D"}
 NETWORKS_A_LINE = 3
+_LONG = 1000  # points of a band: with more it is an image, which stays small
 _MOST_LABELS = 30  # of curves in a legend; with more there is none
 
 
@@ -52,7 +48,7 @@ def picture_of(chart: Chart, kind: str, metadata: dict[str, Any]) -> bytes:
 def height_of(chart: Chart) -> float:
     """The height of a picture of the chart, in inches."""
     if chart.kind == "lines":
-        num_labels = sum(not (series.hidden or series.group) for series in chart.series)
+        num_labels = sum(not series.group for series in chart.series)
         return max(3.2, 0.8 + 0.18 * num_labels) if num_labels <= _MOST_LABELS else 3.2
     if chart.kind not in ("bars", "dots"):
         return 3.2
@@ -66,8 +62,7 @@ def draw(axes: Any, chart: Chart) -> None:
     if of_kind is not None:
         of_kind(axes, chart)
     for number, series in enumerate(chart.curves):
-        if not series.hidden:
-            _curve(axes, chart, series, number)
+        _curve(axes, chart, series, number)
     if chart.kind == "network":
         axes.set_aspect("equal")
         axes.margins(0.15)
@@ -89,10 +84,11 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
     color, y = color_of(series, number), _numbers(series.y)
     if series.low is not None and series.high is not None:
         low, high = _numbers(series.low), _numbers(series.high)
-        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0)
-        for part in band_parts(series):
-            if part.stop - part.start == 1:  # an area of one point would not be seen
-                axes.vlines(series.x[part], low[part], high[part], color=color, alpha=0.4, lw=1.6)
+        axes.fill_between(series.x, low, high, color=color, alpha=0.2, lw=0, rasterized=len(low) > _LONG)
+        known = [False, *(not math.isnan(one + other) for one, other in zip(low, high, strict=True)), False]
+        for index in range(len(low)):
+            if known[index : index + 3] == [False, True, False]:  # an area of one point would not be seen
+                axes.vlines(series.x[index], low[index], high[index], color=color, alpha=0.4, lw=1.6)
     if series.style == "names":
         is_node = chart.kind == "network"
         look = {"s": 220, "color": color} if is_node else {"s": 25, "color": "white", "edgecolors": "black"}
@@ -107,8 +103,8 @@ def _curve(axes: Any, chart: Chart, series: Series, number: int) -> None:
         y,
         color=color,
         linewidth=0.8 if chart.kind == "network" else 1.4,
-        linestyle=_DASHES[dash_of(series, number)] if "line" in series.style else "none",
-        marker=_MARKERS[series.marker] if "points" in series.style else None,
+        linestyle=dash_of(series, number) if "line" in series.style else "none",
+        marker=series.marker if "points" in series.style else None,
         markersize=4,
         label="_" if series.group else _text(series.name),
     )
@@ -122,7 +118,8 @@ def _finish_lines(axes: Any, chart: Chart) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
     if chart.ticks:
-        axes.set_xticks(list(chart.ticks), [*map(_text, chart.tick_texts)])
+        texts = [f"{tick:g}" if isinstance(tick, int | float) else _text(str(tick)) for tick in chart.ticks]
+        axes.set_xticks(list(chart.ticks), texts)
         axes.minorticks_off()
     axes.grid(alpha=0.25)
 
@@ -135,15 +132,21 @@ def _bars(axes: Any, chart: Chart) -> None:
         y = _numbers(series.y)
         ends = None
         if series.low is not None and series.high is not None:
-            ends = [distances(series.y, series.low), distances(series.y, series.high)]
+            ends = [_distances(series.y, series.low), _distances(series.y, series.high)]
         style: dict[str, Any] = {"color": color_of(series, number), "label": _text(series.name), "capsize": 2}
         if chart.kind == "dots":
-            axes.errorbar(y, at, xerr=ends, fmt=_MARKERS[series.marker], **style)
+            axes.errorbar(y, at, xerr=ends, fmt=series.marker, **style)
         else:
             axes.barh(at, y, height, xerr=ends, **style)
     axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
+
+
+def _distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
+    """How far an error bar goes from each value to its end; 0 without a value or an end."""
+    pairs = zip(values, ends, strict=True)
+    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
 
 
 def _heat(axes: Any, chart: Chart) -> None:

@@ -81,7 +81,7 @@ def _width(column: Column) -> int:
 
 def table_of(
     columns: Mapping[str, Cell], rows: Iterable[Row], *, left: Sequence[str], asked: Sequence[str] = (),
-    group: str | None = None, **more: Any,
+    group: str | None = None, title: str = "",
 ) -> RecordTable:  # fmt: skip
     """A table with a line for each row.
 
@@ -92,22 +92,17 @@ def table_of(
         left: headings of columns that are aligned left, and whose text is never wrapped.
         asked: headings of columns that a narrow terminal shows, too.
         group: a key of rows; a rule separates rows with different values.
-        more: arguments of ``rich.table.Table``.
+        title: stands above the table.
     """
-    texts = {key: cell_of(text) for key, text in more.items() if isinstance(text, str)}
-    table = RecordTable(title_justify="left", **{**more, **texts})
-    table.asked = asked
-    rows = list(rows)
-    lines = [[cell_of(cell(row)) for cell in columns.values()] for row in rows]
+    table = RecordTable(title=cell_of(title), title_justify="left")
+    table.asked, records = asked, list(rows)
+    lines = [[cell_of(cell(row)) for cell in columns.values()] for row in records]
     shown = [any(line[place] != MISSING for line in lines) or not lines for place in range(len(columns))]
     for heading in compress(columns, shown):
         table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading in left)
-    before = None
-    for row, line in zip(rows, lines, strict=True):
-        if group is not None and before is not None and row[group] != before[group]:
-            table.add_section()
-        table.add_row(*compress(line, shown))
-        before = row
+    for row, line, after in zip(records, lines, [*records[1:], None], strict=False):
+        is_last = group is not None and after is not None and row[group] != after[group]
+        table.add_row(*compress(line, shown), end_section=is_last)
     return table
 
 
@@ -129,9 +124,3 @@ def number(key: str, pattern: str = "{:.2f}", missing: str = MISSING) -> Cell:
 def spread(quantiles: Mapping[str, float], pattern: str = ".2f") -> str:
     """The 20th, 50th and 80th percentile as ``p20/p50/p80``."""
     return "/".join(format(quantiles[name], pattern) for name in ("p20", "p50", "p80"))
-
-
-def interval(quantiles: Mapping[str, float], pattern: str = ".2f", separator: str = ", ") -> str:
-    """The median, and the 20th and 80th percentile in brackets."""
-    middle, low, high = (format(quantiles[name], pattern) for name in ("p50", "p20", "p80"))
-    return f"{middle} [{low}{separator}{high}]"

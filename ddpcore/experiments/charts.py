@@ -99,7 +99,7 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
         ran = [run for run in range(len(run_labels)) if num_seeds[name, run]]
         if any(value is not None for value in printed):
             series.append(Series(
-                name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="diamond",
+                name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="D",
                 group=_series_name(name, run_labels, ran[0]) if ran else "",
             ))  # fmt: skip
         for run in ran:
@@ -114,7 +114,7 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
     ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
     of_bands = ", with bands from the smallest to the largest seed" if bands else ""
-    published = " Diamonds: published." if any(one.marker == "diamond" for one in series) else ""
+    published = " Diamonds: published." if any(one.marker == "D" for one in series) else ""
     what = "Lines" if len(lines) > 1 else next(iter(lines))  # one line has no legend
     note = f"{what}: measured means{of_bands}.{published}"
     return Chart(
@@ -142,7 +142,7 @@ def _list_chart(
     printed = [cells[row]["published"] for row in rows]
     series = []
     if any(value is not None for value in printed):
-        series.append(Series(name="published", x=rows, y=printed, style="points", marker="diamond", color=-1))
+        series.append(Series(name="published", x=rows, y=printed, style="points", marker="D", color=-1))
     for run, label in enumerate(run_labels):
         y, low, high = _measured([cells[row] for row in rows], run)
         series.append(Series(name=label, x=rows, y=y, low=low, high=high, style="points", color=run))

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddpcore.diagnostics import Hessian, eigenvector_plane, landscape, plane_through, random_plane
 from ddpcore.diagnostics.landscape import BATCH_NORM
 from ddpcore.display.chart import SUFFIXES
-from ddpcore.display.surfaces import KINDS, plot_surfaces
+from ddpcore.display.surfaces import plot_surfaces
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.records.run import LANDSCAPES
@@ -59,7 +59,6 @@ class LandscapeOptions:
     ratio: bool = field(
         False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
     )
-    kinds: tuple[str, ...] = field(("contour",), "pictures of the loss", choices=KINDS)
     out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
     data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
     world_size: int = field(1, "share the points among N processes", least=1, metavar="N")
@@ -97,12 +96,10 @@ def landscapes(options: LandscapeOptions) -> int:
         replace_file(path.with_suffix(".csv"), surface.csv().encode())
         print(f"{name}: {surface.about}; {_span(surface)}: {shown(path)}")
     folder = next(iter(_files(options).values())).parent
-    drawn = [(kind, "train_loss", kind) for kind in options.kinds]
-    drawn += [("ratio", "ratio", "heat")] if options.ratio else []
-    for word, metric, kind in drawn:
+    for word, metric in (("contour", "train_loss"), *([("ratio", "ratio")] if options.ratio else [])):
         for suffix in SUFFIXES:
             path = folder / f"{_stem(options)}-{word}{suffix}"
-            plot_surfaces(surfaces, path, kind=kind, metric=metric)
+            plot_surfaces(surfaces, path, metric=metric)
         print(f"picture: {shown(path)}")
     return 0
 

@@ -53,13 +53,12 @@ def parse(config: type[Config], argv: Sequence[str] | None, *, prog: str, descri
     return config(**vars(parser.parse_intermixed_args(argv)))
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+def add_flags(parser: Parser, config: type[Any]) -> None:
     """Add a flag to the parser for each field of a config class. Flags that are left out set no attribute.
 
     The class may have an ``EXAMPLE``, see :class:`Parser`.
     """
-    if isinstance(parser, Parser):
-        parser.example = getattr(config, "EXAMPLE", "")
+    parser.example = getattr(config, "EXAMPLE", "")
     hints = get_type_hints(config)
     for item in fields(config):
         about = item.metadata

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _OURS = ("ddpcore", "torch")  # if a module of these is missing, no extra helps
-_INSTALLED_AS = {"pynvml": "nvidia-ml-py"}  # packages that are imported under another name
 
 
 class MissingPackage(ImportError, ValueError):
@@ -29,5 +28,4 @@ def extra(name: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if not package or package in _OURS:
             raise
-        package = _INSTALLED_AS.get(package, package)
         raise MissingPackage(f"{package} is not installed: pip install 'ddpcore[{name}]'") from None

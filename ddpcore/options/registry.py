@@ -88,7 +88,11 @@ class Registry(Generic[Part]):
 
     def hints(self, name: str) -> dict[str, Any]:
         """The types of the options whose type follows from a plain type hint or from the default."""
-        hints, found = self._hints(name), {}
+        make, found = self.find(name), {}
+        try:
+            hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+        except (NameError, TypeError, AttributeError):  # type hints of a user's part that cannot be evaluated
+            hints = {}
         for option, default in self.options(name).items():
             if option in hints and _is_plain(hints[option]):
                 found[option] = hints[option]
@@ -140,13 +144,6 @@ class Registry(Generic[Part]):
         if not isinstance(part, self.base):
             raise ValueError(f"{self.kind} {name} makes a {type(part).__name__}: it must make a {self._base_names()}")
         return part
-
-    def _hints(self, name: str) -> dict[str, Any]:
-        make = self.find(name)
-        try:
-            return get_type_hints(make.__init__ if inspect.isclass(make) else make)
-        except (NameError, TypeError, AttributeError):  # type hints of a user's part that cannot be evaluated
-            return {}
 
     def _installed(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=self.group)}

@@ -1,22 +1,87 @@
-"""``ddpcore report``, see :mod:`ddpcore.report.command`."""
+"""``ddpcore report RUNS... --out report.html``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
 
-from ddpcore.options.extras import MissingPackage, extra
+from ddpcore.options.command_line import parse
+from ddpcore.options.extras import extra
+from ddpcore.options.fields import check, field
+from ddpcore.report.sources import Sources, read_sources
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.limits import plain, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write one HTML page about runs, studies and bench results.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+
+    EXAMPLE = "ddpcore report runs/first --out report.html"
+
+    runs: Sequence[Path] = field(
+        MISSING, "folders of runs or of studies, and JSON files of benches", positional=True, nargs="+", type=Path,
+        metavar="RUN",
+    )  # fmt: skip
+    out: Path = field(Path("report.html"), "the page to write", is_file=True)
+    by: Sequence[str] = field(
+        (), "group the runs by these fields, such as strategy, in place of all that differ", nargs="+", type=str,
+        metavar="FIELD",
+    )  # fmt: skip
+    figures: Path | None = field(None, "also write each chart into this folder, as PDF, SVG and CSV", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.out.exists() and any(run.exists() and run.samefile(self.out) for run in self.runs):
+            raise ValueError(f"--out: {shown(self.out)} is one of the files to show: name another file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, see :func:`ddpcore.report.command.run_command`. Returns 2 if a package is missing."""
+    """Write the page. Returns 0, or 1 if something named could not be shown, 2 if the command is wrong."""
     try:
+        about = (ReportOptions.__doc__ or "").splitlines()[0]
+        options = parse(ReportOptions, argv, prog="ddpcore report", description=about)
         with extra("report"):
-            from ddpcore.report.command import run_command  # noqa: PLC0415  a missing package is one line
-    except MissingPackage as error:
-        print(f"ddpcore report: {error}", file=sys.stderr)
+            return _write(options)
+    except (ValueError, OSError) as error:
+        print(f"ddpcore report: {plain(str(error))}", file=sys.stderr)
         return 2
-    return run_command(argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _write(options: ReportOptions) -> int:
+    from ddpcore.report.figures import write_figures  # noqa: PLC0415  a missing package is one line
+    from ddpcore.report.page import page_of, sections_of  # noqa: PLC0415
+
+    sources = read_sources(options.runs)
+    sections = sections_of(sources, options.by)
+    problems = [problem for section in sections for problem in section.problems]
+    for problem in problems:
+        print(f"ddpcore report: {plain(problem)}", file=sys.stderr)
+    if not any(section.lines or section.tables or section.charts for section in sections):
+        return 2
+    replace_file(options.out, page_of(sections).encode())
+    if options.figures is not None:
+        num = write_figures(sections, options.figures)
+        print(f"{num} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
+    print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
+    return 1 if problems else 0
+
+
+def _count(sources: Sources) -> str:
+    found = (
+        (sources.runs, "run", "runs"),
+        (sources.studies, "study", "studies"),
+        (sources.benches, "bench", "benches"),
+    )
+    return ", ".join(f"{len(items)} {one if len(items) == 1 else many}" for items, one, many in found if items)
 
 
 if __name__ == "__main__":

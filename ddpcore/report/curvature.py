@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from ddpcore.display.chart import Chart, Number, Series, finite
-from ddpcore.display.surfaces import levels_of
+from ddpcore.display.surfaces import surface_charts
 from ddpcore.records.surface import Surface
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
-MOST_POINTS = 64  # of a landscape in each direction
 RISE = 0.1  # of the loss, for the width of a level set
 _METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
 
@@ -67,39 +66,11 @@ def _landscapes(runs: Sequence[Run], names: Sequence[str]) -> Section:
     charts = []
     for plane, surfaces in found.items():
         for metric, title in _METRICS.items():
-            values = {name: _values(surface, metric) for name, surface in surfaces.items()}
-            drawn = {name: own for name, own in values.items() if own is not None and np.isfinite(own).any()}
-            levels = levels_of(list(drawn.values())).tolist() if drawn else []
-            charts += [
-                _contour(f"{title}, {name}: {plane}", surfaces[name], own, levels) for name, own in drawn.items()
-            ]
+            needed = {"min_eig", "max_eig"} if metric == "ratio" else {metric}
+            having = {name: one for name, one in surfaces.items() if needed <= one.values.keys()}
+            charts += surface_charts({f"{title}, {name}: {plane}": one for name, one in having.items()}, metric)
     lines = ["Pictures of one kind and one plane have the same scale of colours."] if len(charts) > 1 else []
     return Section(title="Landscapes", lines=lines, tables=[_table(found)] if found else [], charts=charts)
-
-
-def _values(surface: Surface, metric: str) -> Any:
-    """The values ``[Y, X]``; None if the landscape has none."""
-    if metric == "ratio":
-        return surface.ratio() if {"min_eig", "max_eig"} <= set(surface.values) else None
-    return surface.values[metric]
-
-
-def _contour(title: str, surface: Surface, values: Any, levels: Sequence[float]) -> Chart:
-    rows, columns = (slice(None, None, -(-len(axis) // MOST_POINTS)) for axis in (surface.y, surface.x))
-    x, y, shown = surface.x[columns].tolist(), surface.y[rows].tolist(), values[rows, columns].tolist()
-    series = [
-        Series(name=f"{at:.4g}", x=x, y=[finite(value) for value in row]) for at, row in zip(y, shown, strict=True)
-    ]
-    if surface.marks:
-        marks = [*zip(*surface.marks.values(), strict=True)]
-        series.append(Series(name="models", x=marks[0], y=marks[1], text=list(surface.marks), style="names"))
-    note = f"{surface.about[:1].upper()}{surface.about[1:]}." if surface.about else ""
-    is_partial = not surface.done.all()
-    note += f" {int(surface.done.sum())} of {surface.done.size} points are computed." if is_partial else ""
-    note += f" Every {rows.step}th point is shown." if max(rows.step, columns.step) > 1 else ""
-    return Chart(title=title, kind="contour", x_label="x", y_label="y", series=series, rows=y, levels=levels,
-                 log_y=len(levels) > 2 and levels[0] > 0 and not np.allclose(np.diff(levels, 2), 0),
-                 note=note.strip())  # fmt: skip
 
 
 def _table(found: dict[str, dict[str, Surface]]) -> TableData:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ddpcore.display.chart import Number, finite
 from ddpcore.options.keys import dotted
 from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
-from ddpcore.records.run import RunRecord
+from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
 from ddpcore.topology.describe import MOST_DRAWN
 
@@ -22,11 +22,8 @@ _FIELDS = {*KEYS_0_2.values()} - {_TOPOLOGY}  # of every config; the other keys 
 RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has reached, and which value is better
 
 
-AnyRun = TypeVar("AnyRun", bound=RunRecord)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Group(Generic[AnyRun]):
+class Group:
     """Runs that are shown as one.
 
     Attributes:
@@ -35,7 +32,7 @@ class Group(Generic[AnyRun]):
     """
 
     name: str
-    runs: Sequence[AnyRun]
+    runs: Sequence[Run]
 
     def values(self, key: str) -> list[float]:
         """A field of the end or of the last epoch, of each run that has it."""
@@ -43,7 +40,7 @@ class Group(Generic[AnyRun]):
         return [value for line in last if (value := finite(line.get(key))) is not None]
 
 
-def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun]]:
+def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     """The groups, in the order of their first runs.
 
     Args:
@@ -61,7 +58,7 @@ def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun
             raise ValueError(f"--by {key}: no run has this field: those that differ are {known}")
     found: dict[tuple[str, ...], list[int]] = {}
     for place, config in enumerate(configs):
-        found.setdefault(tuple(_text(config.get(key)) for key in keys), []).append(place)
+        found.setdefault(tuple(text_of(config.get(key)) for key in keys), []).append(place)
     groups = []
     for places in found.values():
         name = _name(configs[places[0]], keys) or plain(runs[places[0]].path.parent.resolve().name)
@@ -69,7 +66,7 @@ def grouped(runs: Sequence[AnyRun], by: Sequence[str] = ()) -> list[Group[AnyRun
     return groups
 
 
-def config_of(run: RunRecord) -> dict[str, Any]:
+def config_of(run: Run) -> dict[str, Any]:
     """What a result may depend on, but for the seed: fields with dots, and no topology of a strategy without one."""
     given = dotted(run.header["config"])
     num = given.get("strategy.learners")  # with more than MOST_DRAWN, no topology is recorded
@@ -89,7 +86,7 @@ def differing(configs: Sequence[dict[str, Any]]) -> list[str]:
     return [
         key
         for key in keys
-        if len({_text(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
+        if len({text_of(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
     ]
 
 
@@ -108,14 +105,15 @@ def _name(config: dict[str, Any], keys: Sequence[str]) -> str:
 def _word(key: str, value: Any, keys: Any) -> str:
     short = key.rpartition(".")[2]
     short = short if [one.rpartition(".")[2] for one in keys].count(short) == 1 else key
-    return _text(value) if key in _PARTS else f"{short}={_text(value)}"
+    return text_of(value) if key in _PARTS else f"{short}={text_of(value)}"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value of a record for a table or a sentence."""
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))
 
 
-def ranked(groups: Sequence[Group[AnyRun]]) -> tuple[str, list[Group[AnyRun]]]:
+def ranked(groups: Sequence[Group]) -> tuple[str, list[Group]]:
     """The name of the result that they have, and the groups, best first; those without a result are last."""
     key = next((key for key in RESULTS if any(group.values(key) for group in groups)), "accuracy")
     sign = -1 if RESULTS[key] is max else 1
@@ -135,7 +133,7 @@ def spread_of(values: Sequence[float]) -> str:
     return f"{mean_of(values):.4g} ± {statistics.stdev(values):.2g}"
 
 
-def sentences(groups: Sequence[Group[AnyRun]]) -> list[str]:
+def sentences(groups: Sequence[Group]) -> list[str]:
     """What came out: the best group, the next one, and whether their runs overlap; runs that diverged."""
     key, order = ranked(groups)
     title = key.replace("train_", "training ")

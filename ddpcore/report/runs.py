@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, TypeGuard
+from typing import Any
 
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
 from ddpcore.options.keys import get
-from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of
+from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
@@ -31,7 +31,7 @@ _ROUNDING = 1e-5  # a consensus distance below this part of the largest one is n
 _PLACES = {"processes": "ranks", "communication": "communication", "torch": "torch", "python": "python"}
 
 
-def run_sections(runs: Sequence[Run], groups: Sequence[Group[Run]]) -> list[Section]:
+def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
     """What came out, and all curves; groups are numbered alike in every chart, and keep their colour."""
     if not runs:
         return []
@@ -47,7 +47,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
 
 
-def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group[Run]]) -> Section:
+def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group]) -> Section:
     key, order = ranked(groups)
     columns = {name.replace("_", " "): name for name in (key, "best_accuracy", "train_loss", "total_seconds")}
     columns = {title: name for title, name in columns.items() if any(group.values(name) for group in groups)}
@@ -62,8 +62,9 @@ def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group[Run
     ]
     of_runs = {run.path: group.name for group in groups for run in group.runs}
     each = [
-        [name, of_runs[run.path], _text(get(run.header["config"], "run.seed")), state_of(run),
-         *(_text(_rounded(_last(run).get(one))) for one in ("step", *columns.values())), _text(run.header.get("date"))]
+        [name, of_runs[run.path], text_of(get(run.header["config"], "run.seed")), state_of(run),
+         *(text_of(_rounded(_last(run).get(one))) for one in ("step", *columns.values())),
+         text_of(run.header.get("date"))]
         for run, name in zip(runs, names, strict=True)
     ]  # fmt: skip
     problems = [problem for run in runs for problem in run.problems]
@@ -82,7 +83,7 @@ def _last(run: Run) -> dict[str, Any]:
     return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
 
 
-def _states(group: Group[Run]) -> str:
+def _states(group: Group) -> str:
     counts = Counter(map(state_of, group.runs))
     return ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts.items())
 
@@ -93,9 +94,9 @@ def _where(runs: Sequence[Run], names: Sequence[str]) -> TableData:
     for run, name in zip(runs, names, strict=True):
         header = run.header
         machine = (
-            f"{_text(header.get('device'))}, {_text(header.get('cores'))} cores",
-            *(_text(header.get(key)) for key in _PLACES.values()),
-            f"{_text(header.get('ddpcore'))} ({_text(header.get('commit') or 'installed')})",
+            f"{text_of(header.get('device'))}, {text_of(header.get('cores'))} cores",
+            *(text_of(header.get(key)) for key in _PLACES.values()),
+            f"{text_of(header.get('ddpcore'))} ({text_of(header.get('commit') or 'installed')})",
         )
         found.setdefault(machine, []).append(name)
     rows = [["all" if len(found) == 1 else ", ".join(of_runs), *machine] for machine, of_runs in found.items()]
@@ -109,7 +110,7 @@ def state_of(run: Run) -> str:
         return "diverged" if run.final.get("diverged") else "finished"
     lines = [*run.epochs, *run.statistics, *(of_rank[-1] for of_rank in run.steps.values() if of_rank)]
     last = max((line["step"] for line in lines), default=0)
-    return f"not ended: step {last} of {_text(run.header.get('total_steps'))}"
+    return f"not ended: step {last} of {text_of(run.header.get('total_steps'))}"
 
 
 def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
@@ -118,11 +119,11 @@ def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
     if not flat:
         return []
     headings = list(dict.fromkeys(key for _, values in flat for key in values))
-    rows = [[name, *(_text(_rounded(values.get(key))) for key in headings)] for name, values in flat]
+    rows = [[name, *(text_of(_rounded(values.get(key))) for key in headings)] for name, values in flat]
     return [TableData(title="Flatness of the final models", headings=["run", *headings], rows=rows)]
 
 
-def _curves(groups: Sequence[Group[Run]]) -> Section:
+def _curves(groups: Sequence[Group]) -> Section:
     charts = []
     for key, (title, y_label, log_y) in _OF_EPOCHS.items():
         for x_key, x_label in (("step", "step"), ("total_seconds", "seconds since the start")):
@@ -149,7 +150,7 @@ def _distance_chart(title: str, series: Sequence[Series]) -> Chart:
     return _chart(title, "step", _DISTANCE, kept, True, note)
 
 
-def _statistics(groups: Sequence[Group[Run]]) -> Section:
+def _statistics(groups: Sequence[Group]) -> Section:
     def curves(*keys: str) -> list[Series]:
         return _each(groups, _valid, lambda row: _part(row, *keys))
 
@@ -181,53 +182,36 @@ def _relative_rate(row: dict[str, Any]) -> Any:
 
 
 def _losses(runs: Sequence[Run], names: Sequence[str]) -> Section:
-    """The loss of each learner at each step, of the runs that recorded their steps."""
+    """The losses of the learners at each step, of the runs that recorded their steps."""
     charts = [_losses_of(run, name) for run, name in zip(runs, names, strict=True)]
-    return Section(title="Loss of each learner", charts=with_values(charts))
+    return Section(title="Loss of the learners", charts=with_values(charts))
 
 
 def _losses_of(run: Run, name: str) -> Chart:
-    curves: dict[int, tuple[list[int], list[Number]]] = {}
-    for lines in run.steps.values():
-        for line in lines:
-            learners, losses = line.get("learners"), line.get("loss")
-            if _are_numbers(learners) and isinstance(losses, list) and len(learners) == len(losses):
-                for learner, loss in zip(learners, losses, strict=True):
-                    steps, values = curves.setdefault(learner, ([], []))
-                    steps.append(line["step"])
-                    values.append(finite(loss))
-    series = [_middle(curves)] if len(curves) > 1 else []
-    series += [
-        Series(name=f"learner {learner}", x=x, y=y, color=learner, hidden=len(curves) > 1)
-        for learner, (x, y) in sorted(curves.items())
-    ]
-    return Chart(title=f"Loss of each learner: {name}", x_label="step", y_label="loss of its mini-batch",
-                 series=series, log_y=_positive(series),
-                 note="The median of the learners, with a band from the smallest to the largest. "
-                      "A click on a name switches its curve on and off." if len(curves) > 1 else "")  # fmt: skip
-
-
-def _middle(curves: Mapping[int, tuple[list[int], list[Number]]]) -> Series:
-    """The median over learners at each step, with a band from the smallest to the largest."""
     at_step: dict[int, list[float]] = {}
-    for steps, values in curves.values():
-        for step, value in zip(steps, values, strict=True):
-            if value is not None:
-                at_step.setdefault(step, []).append(value)
+    for line in chain.from_iterable(run.steps.values()):
+        losses = line.get("loss")
+        for loss in map(finite, losses if isinstance(losses, list) else ()):
+            if loss is not None:
+                at_step.setdefault(line["step"], []).append(loss)
     steps = sorted(at_step)
     found = [at_step[step] for step in steps]
-    middle = [statistics.median(values) for values in found]
-    return Series(name="median", x=steps, y=middle, low=[*map(min, found)], high=[*map(max, found)], color=0)
+    several = any(len(values) > 1 for values in found)
+    band: dict[str, Any] = {"low": [*map(min, found)], "high": [*map(max, found)]} if several else {}
+    series = Series(name="median", x=steps, y=[*map(statistics.median, found)], **band)
+    note = "The median of the learners, with a band from the smallest to the largest." if band else ""
+    return _chart(f"Loss of the learners: {name}", "step", "loss of a mini-batch", [series], True, note)
 
 
-def _topologies(groups: Sequence[Group[Run]]) -> Section:
+def _topologies(groups: Sequence[Group]) -> Section:
     """Each topology once, with the groups that have it."""
     found: dict[str, tuple[list[str], dict[str, Any], str]] = {}
     for group in groups:
         for run in group.runs:
             drawn, name = run.header.get("topology"), str(get(run.header["config"], "strategy.topology"))
-            num = drawn.get("num_learners") if isinstance(drawn, dict) else None
-            if isinstance(drawn, dict) and isinstance(drawn.get("edges"), list) and _is_index(num, MOST_DRAWN + 1):
+            if not isinstance(drawn, dict) or not isinstance(drawn.get("edges"), list):
+                continue
+            if type(num := drawn.get("num_learners")) is int and 0 <= num <= MOST_DRAWN:
                 names, *_ = found.setdefault(f"{name} {drawn}", ([], drawn, name))
                 names += [group.name] if group.name not in names else []
     charts = []
@@ -239,20 +223,12 @@ def _topologies(groups: Sequence[Group[Run]]) -> Section:
     return Section(title="Topologies", charts=with_values(charts))
 
 
-def _are_numbers(learners: Any) -> TypeGuard[list[int]]:
-    return isinstance(learners, list) and all(isinstance(one, int) for one in learners)
-
-
-def _is_index(value: Any, below: int) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 <= value < below
-
-
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
 
 
 def _each(
-    groups: Sequence[Group[Run]], rows: Callable[[Run], Sequence[dict[str, Any]]],
+    groups: Sequence[Group], rows: Callable[[Run], Sequence[dict[str, Any]]],
     value: Callable[[dict[str, Any]], Any], x_key: str = "step",
 ) -> list[Series]:  # fmt: skip
     """A curve for each group: of several runs the mean at each step of those that reached it, with a band."""
@@ -296,7 +272,3 @@ def _part(row: dict[str, Any], part: str, key: str) -> Any:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else plain(str(value))

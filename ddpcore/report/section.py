@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpcore.display.chart import Chart
 
@@ -39,4 +39,3 @@ class TableData:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     num_left: int = 1
-    marks: dict[int, str] = field(default_factory=dict)

@@ -27,21 +27,13 @@ class Run(RunRecord):
     landscapes: dict[str, Surface] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """The JSON file of a bench."""
-
-    name: str
-    result: dict[str, Any]
-
-
 @dataclass(kw_only=True)
 class Sources:
-    """All that was found: runs, folders of studies, bench results, and what could not be read (one line each)."""
+    """All that was found: runs, folders of studies, bench results by file, and what could not be read, a line each."""
 
     runs: list[Run] = field(default_factory=list)
     studies: list[Path] = field(default_factory=list)
-    benches: list[Bench] = field(default_factory=list)
+    benches: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -53,38 +45,30 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     return found
 
 
-def _read(path: Path, found: Sources, is_given: bool) -> None:
+def _read(path: Path, found: Sources, is_given: bool) -> bool:
+    """Add what is there, or what is wrong with it. False: a folder inside of a given one holds nothing."""
     try:
-        if path.is_dir():
-            _read_folder(path, found, is_given)
-        elif path.is_file():
-            found.benches.append(read_bench(path))
+        if path.is_file():
+            found.benches[str(path)] = read_bench(path)
+        elif not path.is_dir():
+            raise ValueError(f"{path}: there is no such file or folder: check the name")
+        elif (path / MANIFEST).is_file() or (path / RESULTS).is_file():
+            found.studies.append(path)
+        elif (path / RECORD).is_file():
+            found.runs.append(read_run(path))
+        elif not is_given:
+            return False
         else:
-            found.problems.append(f"{plain(str(path))}: there is no such file or folder: check the name")
+            inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
+            held = [_read(one, found, is_given=False) for one in inner]
+            if not any(held):
+                what = f"neither a run ({RECORD}) nor a study ({MANIFEST})"
+                raise ValueError(f"{shown(path)} holds {what}: name another folder")
     except ValueError as error:
         found.problems.append(plain(str(error)))
     except OSError as error:
         found.problems.append(plain(f"{path} cannot be read ({error.strerror}): check its name and its permissions"))
-
-
-def _read_folder(path: Path, found: Sources, is_given: bool) -> None:
-    if (path / MANIFEST).is_file() or (path / RESULTS).is_file():
-        found.studies.append(path)
-    elif (path / RECORD).is_file():
-        found.runs.append(read_run(path))
-    elif is_given:
-        inner = sorted(one for one in path.iterdir() if one.is_dir() and not one.is_symlink())
-        before = _num_found(found)
-        for one in inner:
-            _read(one, found, is_given=False)
-        if _num_found(found) == before:
-            raise ValueError(
-                f"{shown(path)} holds neither a run ({RECORD}) nor a study ({MANIFEST}): name another folder"
-            )
-
-
-def _num_found(found: Sources) -> int:
-    return len(found.runs) + len(found.studies) + len(found.benches) + len(found.problems)
+    return True
 
 
 def read_run(path: Path) -> Run:
@@ -142,7 +126,7 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return found.rows
 
 
-def read_bench(path: Path) -> Bench:
+def read_bench(path: Path) -> dict[str, Any]:
     """The result of a bench.
 
     Raises:
@@ -157,4 +141,4 @@ def read_bench(path: Path) -> Bench:
         raise ValueError(f"{shown(path)} is no JSON file: {advice}") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise ValueError(f"{shown(path)} is not the result of a bench: it has no list of rows: name another file")
-    return Bench(name=str(path), result=result)
+    return result

@@ -18,14 +18,8 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 
     Folders that cannot be compared with each other are shown one by one.
     """
-    try:
-        return compare(paths), []
-    except (ValueError, OSError) as error:
-        if len(paths) == 1:
-            return [], [plain(str(error))]
-    comparisons: list[dict[str, Any]] = []
-    problems: list[str] = []
     good: list[Path] = []
+    problems: list[str] = []
     for path in paths:
         try:
             compare([path])
@@ -33,12 +27,9 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
         except (ValueError, OSError) as error:
             problems.append(plain(str(error)))
     try:
-        return compare(good), problems
+        return compare(good) if good else [], problems
     except ValueError as error:
-        problems.append(plain(str(error)))
-    for path in good:
-        comparisons += compare([path])
-    return comparisons, problems
+        return [one for path in good for one in compare([path])], [*problems, plain(str(error))]
 
 
 def study_section(comparison: Mapping[str, Any]) -> Section:

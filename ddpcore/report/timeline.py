@@ -14,6 +14,7 @@ from ddpcore.display.chart import Chart, Series, finite
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
 
+MAX_COLUMNS = 400  # of a heat map
 _PARTS = {
     "compute": "compute",
     "overlapped": "hidden averaging, at most",
@@ -60,11 +61,15 @@ def _mean(lines: Mapping[int, dict[str, Any]], steps: Sequence[int], key: str) -
 
 
 def _heat(found: Mapping[int, Any], steps: Sequence[int], key: str, title: str) -> Chart:
-    series = []
+    size = -(-len(steps) // MAX_COLUMNS) or 1
+    starts, series = range(0, len(steps), size), []
     for rank, lines in found.items():
         seconds = [finite(lines[step].get(key)) for step in steps]
-        series.append(Series(name=f"rank {rank}", x=steps, y=[None if s is None else 1e3 * s for s in seconds]))
-    return Chart(title=title, kind="heat", x_label="step", y_label="ms", series=series)
+        parts = ([1e3 * one for one in seconds[start : start + size] if one is not None] for start in starts)
+        y = [max(part, default=None) for part in parts]
+        series.append(Series(name=f"rank {rank}", x=[steps[start] for start in starts], y=y))
+    note = f"A column is the largest value of {size} steps." if size > 1 else ""
+    return Chart(title=title, kind="heat", x_label="step", y_label="ms", series=series, note=note)
 
 
 def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:

@@ -23,11 +23,6 @@ from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import read_file, shown
 
 
-def json_number(x: float) -> float | None:
-    """The number, or None for NaN and the infinities, which JSON does not have."""
-    return x if math.isfinite(x) else None
-
-
 def to_json(obj: Any) -> Any:
     """The value as dict, list, str, int, float, bool and None; NaN and infinity become None.
 
@@ -37,7 +32,7 @@ def to_json(obj: Any) -> Any:
     if obj is None or isinstance(obj, bool | int | str):
         return obj
     if isinstance(obj, float):
-        return json_number(float(obj))
+        return float(obj) if math.isfinite(obj) else None
     if is_dataclass(obj) and not isinstance(obj, type):
         return {entry.name: to_json(getattr(obj, entry.name)) for entry in fields(obj)}
     if isinstance(obj, Mapping):

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 MiB, GiB = 2**20, 2**30
 
-DATA_LIMIT = "dataset_options.max_bytes"
+DATA_LIMIT = "data.max_bytes"
 # Memory that one file of a data set may take, unpacked: the option max_bytes of these data sets.
 MNIST_BYTES = 64 * MiB  # the largest of the canonical files has 45 MiB
 CIFAR_BYTES = 256 * MiB  # 148 MiB

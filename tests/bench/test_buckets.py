@@ -25,7 +25,7 @@ from helpers.drawn import words_drawn
 MiB = 2**20
 ROW = {
     "strategy", "bucket_mb", "same_buckets_mb", "num_buckets", "bucket_bytes", "num_sent", "sent_bytes", "step_ms",
-    "comm_ms", "exposed_comm_ms", "overlap_pct", "peak_memory_mb",
+    "comm_ms", "exposed_comm_ms", "overlap_pct",
 }  # fmt: skip
 
 
@@ -41,7 +41,6 @@ def seen(bucket_mb: float, seconds: list[float], *, strategy: str = "ssgd", also
         "step_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0},
         "comm_ms": 4.0,
         "round_seconds": seconds,
-        "peak_memory_mb": None,
     }
 
 
@@ -171,7 +170,7 @@ def test_a_rank_of_torchrun_names_itself(
 
 def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a large model they take minutes. Each size counts, also one whose buckets exist already."""
-    for name in ("build_contender", "run_block", "PeakMemory"):
+    for name in ("build_contender", "run_block"):
         monkeypatch.setattr(buckets, name, Mock())
     monkeypatch.setattr(buckets, "bucket_bytes", lambda contender: [MiB])
     config, progress = BucketsConfig(bucket_mb=("1", "5", "one")), Mock()

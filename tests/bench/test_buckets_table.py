@@ -21,7 +21,6 @@ ROW = {
     "strategy": "ssgd", "bucket_mb": 5.0, "same_buckets_mb": [], "num_buckets": 2, "bucket_bytes": [2**20, 3 * 2**20],
     "num_sent": 1, "sent_bytes": [2**22],
     "step_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0}, "comm_ms": 4.0, "exposed_comm_ms": 1.0, "overlap_pct": 75.0,
-    "peak_memory_mb": 123.4,
 }  # fmt: skip
 ADVICE = {
     "strategy": "ssgd", "bucket_mb": 5.0, "fastest_mb": 5.0, "default_mb": 25.0, "margin_pct": 12.34, "noise_pct": 3.0,
@@ -41,9 +40,9 @@ def test_sizes() -> None:
 
 
 def test_cells_and_the_last_line() -> None:
-    lines = text_of(ROW, ROW | {"bucket_mb": None, "peak_memory_mb": None}, recommended=[ADVICE]).splitlines()
+    lines = text_of(ROW, ROW | {"bucket_mb": None, "overlap_pct": None}, recommended=[ADVICE]).splitlines()
     first, second = ([cell.strip() for cell in line.strip("│").split("│")] for line in lines if "ssgd " in line[:9])
-    assert first == ["ssgd", "5 MiB", "2 (<= 3)", "1 (<= 4)", "1.00/2.00/3.00", "4.00", "1.00", "75 %", "123"]
+    assert first == ["ssgd", "5 MiB", "2 (<= 3)", "1 (<= 4)", "1.00/2.00/3.00", "4.00", "1.00", "75 %"]
     assert (second[1], second[-1]) == ("one bucket", "-")
     assert lines[-1] == recommendation([ADVICE])
     assert "a note" in lines

@@ -200,9 +200,6 @@ def test_the_transport() -> None:
     apart = resolve(BenchConfig(), world_size=4, num_gpus=0, num_hosts=2)
     assert apart.transport is not None
     assert apart.transport.name == "mixed"
-    may_die = resolve(BenchConfig(settings=("strategy.on_failure=shrink",)), world_size=4, num_gpus=0, num_hosts=2)
-    assert may_die.transport is not None
-    assert may_die.transport.name == "pg"
     assert resolve(BenchConfig(backend="virtual"), world_size=4, num_gpus=0).transport is None
     with pytest.raises(ValueError, match=r"strategy\.transport=shm is for real ranks"):
         resolve(BenchConfig(settings=("strategy.transport=shm",), backend="virtual"), world_size=4, num_gpus=0)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import doctor, findings
+from ddpcore.bench import findings
+from ddpcore.bench.command import model_bytes
 from ddpcore.models import MODELS
 from ddpcore.storage.json_lines import read_json
 
@@ -86,8 +87,7 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_the_size_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.bytes_of(None) is None
-    assert doctor.bytes_of("mlp") == sum(4 * one.numel() for one in MODELS.build("mlp").parameters())
+    assert model_bytes("mlp") == sum(4 * one.numel() for one in MODELS.build("mlp").parameters())
     assert bench.main(["doctor", "--model", "mlp", "--parameters", "3"]) == 2
     assert capsys.readouterr().err == (
         "ddpcore doctor: --model and --parameters both say how large the model is: give one\n"

@@ -31,9 +31,7 @@ ROW = {
     "loss_last",
     "test_error_pct",
     "consensus_distance",
-    "consensus_ms",
     "num_nonfinite",
-    "deaths",
     "ratio_to_ddp",
 }
 ENVIRONMENT = {
@@ -271,7 +269,6 @@ def test_default_strategies_twice(tmp_path: Path) -> None:
     assert rows["ssgd"]["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-5)
     assert rows["ssgd"]["consensus_distance"] == pytest.approx(0, abs=1e-6)
     assert rows["dpsgd"]["consensus_distance"] > 1e-5
-    assert all(row["consensus_ms"] > 0 for name, row in rows.items() if name != "single")
     assert rows["ddp"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"], rel=0.5)  # no padding in ddp
     assert rows["local_sgd"]["bytes_per_step"] == pytest.approx(rows["ssgd"]["bytes_per_step"] / 2)
 
@@ -348,7 +345,6 @@ def test_mnist_with_single_beside_ranks(mnist: Path) -> None:
     assert (single["world_size"], single["bytes_per_step"]) == (1, 0.0)
     assert single["exposed_comm_ms"] is None
     assert single["consensus_distance"] is None
-    assert single["consensus_ms"] is None
     assert single["loss_first"] == pytest.approx(rows["ddp"]["loss_first"], rel=1e-5)
     assert single["loss_last"] == pytest.approx(rows["ddp"]["loss_last"], rel=1e-4)
 

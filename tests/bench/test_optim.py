@@ -13,7 +13,7 @@ import torch
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import command, implementations, optim
-from ddpcore.bench.implementations import COMPARISONS, OURS, USUAL_OPTIMIZERS, ForeachStep, Implementation
+from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation
 from ddpcore.bench.optim import OptimConfig
 from ddpcore.ops.steps import bytes_per_param
 from helpers.drawn import words_drawn
@@ -48,9 +48,8 @@ def test_the_table_is_the_same_without_the_libraries() -> None:
     chosen, notes = optim._comparisons(OptimConfig(device="cpu"))
     assert [one.name for one in chosen] == TABLE
     assert len(notes) == 1
-    for part in ("torch_optimizer (pip install 'ddpcore[bench]')", "pytorch_optimizer", "timm (pip install timm)"):
+    for part in ("torch_optimizer (pip install 'ddpcore[bench]')", "pytorch_optimizer"):
         assert part in notes[0]
-    assert "apex" not in notes[0], "it has no CPU path"
     chosen, notes = optim._comparisons(OptimConfig(device="cpu", peers=False, optimizers=("sgd", "lars")))
     assert ([one.name for one in chosen], notes) == ([TABLE[index] for index in (0, 2, 4, 6)], [])
 
@@ -97,61 +96,6 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text
     assert "69,656 in 10" in text
     assert words_drawn(result, tmp_path) >= {"Bandwidth of a step, and of a copy", "step", "copy"}
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_compiled_rules_have_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda rule, **options: rule)  # it takes minutes
-    out = tmp_path / "out.json"
-    assert bench.main(["optim", *SMALL, "--compiled", "--json", str(out)]) == 0
-    result = json.loads(out.read_text())
-    names = [f"{OURS[name].name} / torch.compile(foreach {name})" for name in USUAL_OPTIMIZERS]
-    assert result["comparisons"] == [*TABLE[:8], *names, *TABLE[8:]]
-    assert {row["comparison"] for row in result["rows"]} == {*TABLE[:8], *names}
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_without_a_compiler_the_other_lines_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compile_(rule: Any, **options: Any) -> Any:
-        def fail(*words: Any, **more: Any) -> None:
-            raise RuntimeError("no C++ compiler\nand more")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", compile_)
-    out = tmp_path / "out.json"
-    assert bench.main(["optim", *SMALL, "--optimizers", "sgd", "--compiled", "--json", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert {row["comparison"] for row in result["rows"]} <= set(TABLE)
-    assert "torch.compile(foreach sgd) is left out: RuntimeError: no C++ compiler\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, id="compiled")])
-@pytest.mark.parametrize("name", USUAL_OPTIMIZERS)
-def test_a_compiled_rule_is_that_of_our_optimizer(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps: of the rule, and of the traced rule without code of its own."""
-    if compiled:
-        compile_ = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda rule, **more: compile_(rule, backend="eager", **more))
-    ours, theirs = ([torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 4), (5,))] for _ in range(2))
-    for one, other in zip(ours, theirs, strict=True):
-        other.data.copy_(one.data)
-    compared = next(one.right for one in COMPARISONS if one.right.compiled and one.optimizer == name)
-    steps = [OURS[name].build(ours), compared.build(theirs) if compiled else uncompiled(compared, theirs)]
-    for _ in range(3):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = one.grad.clone()
-        for step in steps:
-            step.step()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-def uncompiled(implementation: Implementation, params: list[torch.nn.Parameter]) -> ForeachStep:
-    return ForeachStep(params, getattr(implementations, implementation.path), compiled=False, **implementation.options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -218,13 +162,10 @@ def test_traffic(optimizer: str, itemsize: int, expected: tuple[int, int]) -> No
     assert bytes_per_param(optimizer, itemsize) == expected
 
 
-@pytest.mark.parametrize(
-    "comparison",
-    [pytest.param(one, id=one.name, marks=pytest.mark.slow if "compile" in one.name else ()) for one in COMPARISONS],
-)
+@pytest.mark.parametrize("comparison", COMPARISONS, ids=lambda one: one.name)
 def test_every_implementation_steps_where_it_is_installed(comparison: Any) -> None:
     for one in (comparison.left, comparison.right):
-        if one.cuda_only or not one.is_installed():
+        if not one.is_installed():
             assert one.install, "only other libraries may be absent"
             continue
         assert one.why_unusable("cpu", torch.float32) is None

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore import SSGD
 from ddpcore.bench import contender, run
 from ddpcore.bench.config import BenchConfig, ResolvedConfig, resolve
 from ddpcore.bench.contender import Contender
 from ddpcore.runtime.launch import World
-from ddpcore.storage.json_lines import read_json, to_json
-from helpers import bench_death, ranks
+from ddpcore.storage.json_lines import to_json
 from helpers.own_parts import Lone, Quiet, Unknown
 
 
@@ -61,15 +55,12 @@ def result(name: str, seconds: float, num_blocks: int, **more: Any) -> dict[str,
         "step_ms": step_ms,
         "block_seconds": [seconds] * num_blocks,
         "block_samples": [100] * num_blocks,
-        "deaths": [],
         "bytes_per_step": 8.0,
         "curve": {"steps": [], "seconds": [], "loss": []},
         "loss_first": 2.0,
         "loss_last": 1.0,
         "test_error_pct": None,
         "consensus_distance": 0.0,
-        "consensus_ms": 1.0,
-        "gpu": [None],
         "num_nonfinite": 0,
     }
     return seen | more
@@ -136,22 +127,6 @@ def test_exposed_communication_is_the_median_of_pairs() -> None:
     assert row["exposed_comm_ms"] == pytest.approx(50)
 
 
-def test_rows_of_gpus() -> None:
-    """The largest memory of a rank; energy of working ranks; None without the management library."""
-    worked = {"joules": 50.0, "watts": 100.0, "utilization_pct": 60.0, "memory_bytes": 500}
-    more = worked | {"utilization_pct": 80.0, "memory_bytes": 700}
-    unknown = {"joules": None, "watts": None, "utilization_pct": None, "memory_bytes": 900}
-    results = [
-        result("ssgd", 1.0, 10, gpu=[worked, more]),
-        result("single", 1.0, 10, gpu=[worked, None]),
-        result("dpsgd", 1.0, 10, gpu=[unknown, unknown]),
-    ]
-    rows = {row["strategy"]: row for row in run._rows(resolved_of(), results)}
-    columns = ("gpu_watts", "gpu_utilization_pct", "gpu_memory_bytes", "samples_per_joule")
-    found = {name: tuple(row[column] for column in columns) for name, row in rows.items()}
-    assert found == {"ssgd": (200, 70, 700, 10), "single": (100, 60, 500, 20), "dpsgd": (None, None, 900, None)}
-
-
 def test_rows_without_ddp_have_no_ratio() -> None:
     rows = run._rows(resolved_of(backend="virtual"), [result("ssgd", 0.5, 10)])
     assert rows[0]["ratio_to_ddp"] is None
@@ -166,71 +141,8 @@ def test_a_table_of_a_busy_machine_says_so(slowest: float, warns: bool) -> None:
     assert any(line.startswith("too noisy: ") for line in lines) == warns
 
 
-@pytest.mark.slow
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    """Rank 0 is killed in dpsgd's 13th step: the others finish all strategies, and the table says who is left."""
-    words = [sys.executable, "-c", "from helpers.bench_death import main; main()", str(tmp_path)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=900)
-    assert torch.load(tmp_path / "codes.pt") == {0: -signal.SIGKILL, 1: 0, 2: 0}
-    rows = {row["strategy"]: row for row in read_json(tmp_path / "bench.json")["rows"]}
-    said = (tmp_path / "1.log").read_text()
-    for row in rows.values():
-        (death,) = row["deaths"]
-        assert (death["lost"], death["members"]) == ([0], [1, 2])
-        assert row["loss_last"] < row["loss_first"]
-    assert f"dpsgd random_pair: learner 0 died at step {bench_death.DEATH}, 2 of 3 are left" in said
-    assert "ssgd: learner 0 died" in said and "is left out" not in said
-    assert "learner 0 died" not in (tmp_path / "2.log").read_text(), "one rank prints"
-
-
-def test_samples_of_a_block_in_which_a_rank_died() -> None:
-    """Three learners with 20 samples each until step 5, then two."""
-    batches = SimpleNamespace(batch_size=60, num_learners=3)
-    handle = SimpleNamespace(deals=((5, (0, 2)),))
-    one = Contender("ssgd", SimpleNamespace(batches=batches, handle=handle), SSGD())
-    assert [one.samples_of(first, 4) for first in (0, 3, 6)] == [240, 60 + 60 + 40 + 40, 160]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"strategies": ("ssgd", "ddp")},
-            "strategy.on_failure=shrink: ddp ends when a rank dies, leave it out of --strategies",
-        ),
-        ({"strategies": ("single",)}, "strategy.on_failure=shrink: single ends when a rank dies"),
-        (
-            {"backend": "virtual"},
-            "strategy.on_failure=shrink is for real ranks, and these learners are virtual",
-        ),
-        ({"world_size": 2}, "2 learners must be left, and learners is 2: take more"),
-    ],
-)
-def test_what_cannot_go_on_without_a_rank_is_refused(options: dict[str, Any], message: str) -> None:
-    config = BenchConfig(
-        settings=(
-            "data.batch_size=60",
-            "run.device=cpu",
-            "strategy.on_failure=shrink",
-        ),
-        **options,
-    )
-    with pytest.raises(ValueError, match=message) as error:
-        resolve(config, world_size=config.world_size or 3, num_gpus=0)
-    assert "\n" not in str(error.value)
-
-
-def test_ddp_is_left_out_with_a_note() -> None:
-    resolved = resolve(
-        BenchConfig(
-            settings=(
-                "data.batch_size=60",
-                "run.device=cpu",
-                "strategy.on_failure=shrink",
-            )
-        ),
-        world_size=3,
-        num_gpus=0,
-    )
-    assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
-    assert resolved.notes == ("ddp ends when a rank dies and is left out: the ratio to it is unknown",)
+def test_a_bench_of_ranks_that_may_die_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"strategy\.on_failure is set: a bench compares ranks that stay, leave it out"
+    ):
+        BenchConfig(settings=("strategy.on_failure=shrink",))

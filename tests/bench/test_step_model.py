@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpcore.bench.step_model import Compute, Step, Transfer, available_cores, error_pct, predict, ready_shares
+from ddpcore.bench.step_model import Compute, Step, Transfer, available_cores, predict, ready_shares
 
 ARRIVALS = ((100, 0.25), (200, 0.5), (100, 1.0))
 COMPUTE = Compute(forward=2.0, backward=4.0, update=1.0, cpu=0.0, arrivals=ARRIVALS)
@@ -86,9 +86,3 @@ def test_available_cores() -> None:
         "at most the number of cores"
     )
     assert available_cores(COMPUTE, 4, 4) == 4
-
-
-def test_error() -> None:
-    assert error_pct(1.1, 1.0) == pytest.approx(10)
-    assert error_pct(0.5, 1.0) == pytest.approx(-50)
-    assert math.isnan(error_pct(1.0, 0.0))

@@ -219,7 +219,7 @@ def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path:
         "bench_sharded",
     }  # of the CPU
     assert benches < {name.partition("-")[0] for name in status}
-    assert {"optim-float32", "strategies", "stats", "buckets", "predict", "comm"} <= set(status)
+    assert {"optim-float32", "strategies", "buckets", "predict", "comm"} <= set(status)
     assert status.pop("bench_rules-lars") == "timeout"
     assert status.pop("bench_mix") == "failed"
     assert status.pop("study") == "skipped"
@@ -266,7 +266,7 @@ def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     kinds = [summarize.training_line(row)[0] for row in rows]
     assert "step of resnet18, ours" in kinds
     names = {path.name for path in (tmp_path / "out").glob("*.json")}
-    assert names == {f"{name}.json" for name in ("optim-float32", "strategies", "stats", "buckets", "predict", "comm")}
+    assert names == {f"{name}.json" for name in ("optim-float32", "strategies", "buckets", "predict", "comm")}
     assert len(summarize.rows_of(tmp_path / "out")) > len(commands)
 
 

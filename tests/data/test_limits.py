@@ -41,7 +41,7 @@ def test_a_gzip_bomb(tmp_path: Path) -> None:
     packed = written(path.with_name(path.name + ".gz"), gzip.compress(bytes(2**24)) * 64)  # a gigabyte
     assert packed.stat().st_size < 2**21
     message = refused(lambda: load_dataset("mnist", data_dir=tmp_path))
-    assert f"{packed}: it unpacks to at least 68,157,440 bytes, more than 67,108,864: raise dataset_options" in message
+    assert f"{packed}: it unpacks to at least 68,157,440 bytes, more than 67,108,864: raise data.max_bytes" in message
     packed.write_bytes(gzip.compress(bytes(2**24)) * 5)
     raised = refused(lambda: load_dataset("mnist", data_dir=tmp_path, max_bytes=2**27))
     assert "mislabelled" in raised, "the limit is higher, so the content is what is wrong"
@@ -93,7 +93,7 @@ def npz_claims(content: bytes, size: int | None = None) -> bytes:
         (None, "says 6,000,000,000 bytes, and there are 16"),
         (
             6_000_000_128,
-            "the arrays take 6,000,000,008 bytes, more than 4,294,967,296: raise dataset_options.max_bytes",
+            "the arrays take 6,000,000,008 bytes, more than 4,294,967,296: raise data.max_bytes",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_the_files_of_a_folder_share_one_limit(tmp_path: Path) -> None:
     for name in "ab":
         np.savez_compressed(tmp_path / "train" / f"{name}.npz", **arrays)
     message = refused(lambda: load_dataset("features", data_dir=tmp_path, max_bytes=50_000))
-    assert "b.npz: up to this file, the arrays take 81,600 bytes, more than 50,000: raise dataset_options" in message
+    assert "b.npz: up to this file, the arrays take 81,600 bytes, more than 50,000: raise data.max_bytes" in message
     assert len(load_dataset("features", data_dir=tmp_path, max_bytes=81_600).train) == 200
 
 

@@ -84,7 +84,7 @@ def test_charts_of_a_study() -> None:
     lines.append(empty)
     first, *lists = study_charts(comparison_of(lines, {"x": "size", "lines": {"sgd": ["sgd-*"]}}), ["measured"])
     published, measured = first.series
-    assert published.marker == "diamond" and published.y == list(range(40)) and published.group == measured.name
+    assert published.marker == "D" and published.y == list(range(40)) and published.group == measured.name
     assert list(measured.y) == list(range(0, 40, 2)), "rows that were not run are left out"
     assert [len(chart.series[0].x) for chart in lists] == [20, 5]
     assert [row for chart in lists for row in chart.series[0].x] == rows[40:]

@@ -88,7 +88,7 @@ def test_runs_of_a_study_are_told_apart_by_their_rows(runs: Path, main: Main) ->
 
 
 def test_it_goes_on_where_it_stopped(runs: Path, main: Main) -> None:
-    words = ("landscape", runs / "a", "--points", 3, "--ratio", "--out", runs / "out", "--kinds", "filled,3d")
+    words = ("landscape", runs / "a", "--points", 3, "--ratio", "--out", runs / "out")
     assert main(*words)[0] == 0
     path = runs / "out" / "a-random-0-ratio.h5"
     content, names = path.read_bytes(), sorted(file.name for file in (runs / "out").iterdir())
@@ -102,7 +102,7 @@ def test_it_goes_on_where_it_stopped(runs: Path, main: Main) -> None:
     assert len(content) == path.stat().st_size
     assert names == sorted(
         [f"a-random-0-ratio.{suffix}" for suffix in ("h5", "csv")]
-        + [f"random-0-ratio-{kind}.{suffix}" for kind in ("filled", "3d", "ratio") for suffix in ("svg", "png")]
+        + [f"random-0-ratio-{kind}.{suffix}" for kind in ("contour", "ratio") for suffix in ("svg", "png")]
     )
 
 
@@ -170,7 +170,6 @@ def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
         (("a", "b", "--plane", "solutions"), "--plane solutions goes through three runs, and 2 are named"),
         (("a", "b", "b", "--plane", "solutions"), "a run is named twice"),
         (("a", "--span", 0), "--span is 0"),
-        (("a", "--kinds", "pie"), "--kinds is 'pie'"),
     ],
 )
 def test_refused(words: tuple[str, ...], text: str, runs: Path, main: Main) -> None:

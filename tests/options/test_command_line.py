@@ -9,7 +9,7 @@ import pytest
 from ddpcore.bench import commands as bench
 from ddpcore.experiments import commands as experiments
 from ddpcore.options import command_line
-from ddpcore.report.command import ReportOptions, ServeOptions
+from ddpcore.report.__main__ import ReportOptions
 from ddpcore.training.__main__ import TrainOptions
 
 
@@ -21,10 +21,9 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *(options for options, _ in bench.COMMANDS.values()),
+        *(kind.options for kind in bench.COMMANDS.values()),
         *(options for options, _ in experiments.COMMANDS.values()),
         ReportOptions,
-        ServeOptions,
         TrainOptions,
     ],
 )
@@ -35,7 +34,7 @@ def test_help_begins_with_an_example_that_is_right(options: Any, capsys: pytest.
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("example: ddpcore ")
     words = first.split()[3:]
-    own = {"list", "run", "compare", "serve", *bench.COMMANDS}
+    own = {"list", "run", "compare", *bench.COMMANDS}
     options(**vars(parser.parse_intermixed_args(words[words[0] in own :])))
 
 

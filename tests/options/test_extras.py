@@ -10,10 +10,10 @@ from ddpcore.options.extras import MissingPackage, extra
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    says = r"^nvidia-ml-py is not installed: pip install 'ddpcore\[bench\]'$"
+    monkeypatch.setitem(sys.modules, "torch_optimizer", None)
+    says = r"^torch_optimizer is not installed: pip install 'ddpcore\[bench\]'$"
     with pytest.raises(MissingPackage, match=says), extra("bench"):
-        import pynvml  # noqa: F401
+        import torch_optimizer  # noqa: F401
 
 
 def test_the_extra_of_the_inner_block_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,10 @@ from ddpcore.display.chart import Chart
 from ddpcore.display.picture import svg_of
 from ddpcore.records.surface import Surface, write_surface
 from ddpcore.report.page import page_of, sections_of
-from ddpcore.report.plotly_chart import figure_of
 from ddpcore.report.section import Section
 from ddpcore.report.sources import read_sources
 
 pytest.importorskip("jinja2")
-pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 
 Make = Any  # of conftest.py
@@ -62,11 +60,10 @@ def test_landscapes_of_one_plane_have_one_scale(make_run: Make) -> None:
     steep, first, second, ratio = found.charts
     assert list(first.levels) == list(second.levels)
     assert (first.levels[0], first.levels[-1]) == pytest.approx((1.0, 7.0))
-    assert (steep.log_y, first.log_y) == (True, False) and steep.levels[-1] == pytest.approx(2001)
+    assert np.allclose(np.diff(first.levels, 2), 0) and not np.allclose(np.diff(steep.levels, 2), 0)
+    assert steep.levels[-1] == pytest.approx(2001)
     assert ratio.series[0].y == pytest.approx([0.3, 0.275, 0.25, 0.225, 0.2])
     assert first.series[-1].text == ["model"] and len(first.rows) == 5
-    scales = [(trace["zmin"], trace["zmax"]) for chart in (first, second) for trace in figure_of(chart)["data"][:1]]
-    assert scales[0] == scales[1] == pytest.approx((1.0, 7.0))
     assert found.tables[0].rows[1][:2] == ["a: random-0", "25 of 25"]
     for chart in found.charts:
         assert "<svg" in svg_of(chart)
@@ -75,9 +72,8 @@ def test_landscapes_of_one_plane_have_one_scale(make_run: Make) -> None:
 def test_the_page_has_a_static_picture_of_each(make_run: Make) -> None:
     run = make_run()
     add(run, "random-0", surface(1.0))
-    page = page_of(read_sources([run]))
+    page = page_of(sections_of(read_sources([run])))
     assert 'alt="Loss, run: random-0" src="data:image/svg+xml;base64,' in page
-    assert '"type":"contour"' in page
 
 
 def test_partial_landscapes_and_values_that_are_not_finite(make_run: Make) -> None:
@@ -92,12 +88,9 @@ def test_partial_landscapes_and_values_that_are_not_finite(make_run: Make) -> No
     assert sorted(by_title) == ["Loss, run: large", "Loss, run: partial"]
     assert "10 of 25 points are computed" in by_title["Loss, run: partial"].note
     assert by_title["Loss, run: partial"].series[0].y[0] is None
-    assert (
-        "Every 4th point is shown" in by_title["Loss, run: large"].note and len(by_title["Loss, run: large"].rows) == 50
-    )
+    assert len(by_title["Loss, run: large"].rows) == 200
     assert found.tables[0].rows[0] == ["run: empty", "25 of 25", "-", "-", "-"]
     for chart in found.charts:
-        json.dumps(figure_of(chart), allow_nan=False)
         assert "<svg" in svg_of(chart)
 
 

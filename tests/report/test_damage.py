@@ -17,7 +17,6 @@ from ddpcore.report.sources import Sources, read_sources
 from ddpcore.storage.limits import read_file
 
 pytest.importorskip("jinja2")
-pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -61,8 +60,8 @@ def test_damaged_steps(make_run: Make, recorded_steps: Any, key: str, value: Any
     damaged = {rank: [{**line, key: value} for line in lines] for rank, lines in recorded_steps.items()}
     folders = [make_run("damaged", steps=damaged), make_run(steps=recorded_steps)]
     sources = read_sources(folders)
-    page_of(sources)
-    assert "Loss of each learner: run" in titles(sources) and problems(sources) == []
+    page_of(sections_of(sources))
+    assert "Loss of the learners: run" in titles(sources) and problems(sources) == []
 
 
 @pytest.mark.parametrize("part", [
@@ -137,7 +136,7 @@ def test_numbers_of_a_bench_that_json_does_not_have(tmp_path: Path, make_run: Ma
     for name, value in (("nan", math.nan), ("huge", HUGE)):
         rows = [{**row, "step_ms": dict.fromkeys(("p20", "p50", "p80"), value)}]
         (tmp_path / f"{name}.json").write_text(json.dumps({"environment": here, "rows": rows}))
-    page = page_of(read_sources([tmp_path / "nan.json", tmp_path / "huge.json", make_run()]))
+    page = page_of(sections_of(read_sources([tmp_path / "nan.json", tmp_path / "huge.json", make_run()])))
     assert "Time of a step" in page and "huge.json is damaged or of another version (OverflowError" in page
     assert "Training loss, over steps" in page
 
@@ -187,13 +186,6 @@ def test_what_only_the_page_finds_is_printed_too(
         assert out.exists() == (code == 1)
 
 
-def test_a_baseline_of_another_kind(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(RESULTS / "batch-size-cifar10", tmp_path / "study")
-    words = [str(make_run()), "--baseline", str(tmp_path / "study"), "--out", str(tmp_path / "r.html")]
-    assert main(words) == 1
-    assert "no measure in common, so nothing is compared" in capsys.readouterr().err
-
-
 def test_the_recorded_steps_of_another_run(make_run: Make, recorded_steps: Any) -> None:
     lines = [{**line, "compute": 1e308} for line in recorded_steps[0]]
     sources = read_sources([make_run("damaged", steps={0: lines, 1: lines}), make_run(steps=recorded_steps)])
@@ -211,7 +203,7 @@ def test_unreadable_steps_of_one_rank(make_run: Make, recorded_steps: Any, monke
 
     monkeypatch.setattr("ddpcore.storage.json_lines.read_file", refused)
     sources = read_sources([folder])
-    assert "Loss of each learner: run" in titles(sources)
+    assert "Loss of the learners: run" in titles(sources)
     assert "Permission denied" in problems(sources)[0] and "rank-1.jsonl" in problems(sources)[0]
 
 
@@ -236,7 +228,7 @@ def test_a_damaged_header_costs_only_what_it_holds(make_run: Make) -> None:
     path = folder / "record.jsonl"
     path.write_text("{" + path.read_text())
     sources = read_sources([folder, make_run()])
-    page_of(sources)
+    page_of(sections_of(sources))
     chart = next(one for section in sections_of(sources) for one in section.charts if one.title.startswith("Training"))
     assert [len(series.x) for series in chart.series] == [3, 3]
     what = "line 1 is no JSON object: the file is damaged"

@@ -14,9 +14,8 @@ import torch
 from ddpcore.storage import json_lines as metrics
 
 
-def test_json_number() -> None:
-    assert metrics.json_number(1.5) == 1.5
-    assert [metrics.json_number(x) for x in (math.nan, math.inf, -math.inf)] == [None] * 3
+def test_numbers_that_json_does_not_have() -> None:
+    assert metrics.to_json([1.5, math.nan, math.inf, -math.inf]) == [1.5, None, None, None]
 
 
 @dataclass(frozen=True)
