@@ -127,7 +127,7 @@ class HessianStatistics(Observer):
         else:
             if optimizer is None:
                 raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-            self._hessian = Hessian(self._model, loss, vectorize=False)
+            self._hessian = Hessian(self._model, loss)
             check_range("top", top, most=self._hessian.numel - 1)
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 

@@ -155,7 +155,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
 
 
 def part_products(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor], at_once: int = 0
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter.
 
@@ -166,7 +166,6 @@ def part_products(
         gradients: of one part of a loss, with a graph; None for a parameter that it does not use.
         parameters: one per gradient.
         vectors: ``[K, *S]`` per parameter of shape S.
-        at_once: how many vectors one pass of vmap takes; 0 runs one after the other, without vmap.
 
     Returns:
         None for a parameter if autograd knows that its products are zero.
@@ -174,21 +173,14 @@ def part_products(
     live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
     if not live:  # the loss is linear in its weights
         return [None] * len(parameters)
-    outputs, along = [g for g, _ in live], [v for _, v in live]
-    num = len(along[0])
+    outputs, num = [g for g, _ in live], len(live[0][1])
     rows = [
         torch.autograd.grad(
-            outputs,
-            parameters,
-            [v[begin : begin + at_once] if at_once else v[begin] for v in along],
-            retain_graph=begin + max(at_once, 1) < num,
-            allow_unused=True,
-            is_grads_batched=at_once > 0,
+            outputs, parameters, [v[index] for _, v in live], retain_graph=index + 1 < num, allow_unused=True
         )
-        for begin in range(0, num, max(at_once, 1))
+        for index in range(num)
     ]
-    join = torch.cat if at_once else torch.stack
-    return [None if column[0] is None else join(column) for column in zip(*rows, strict=True)]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:

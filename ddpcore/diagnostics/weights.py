@@ -6,10 +6,9 @@ Shapes: P elements of all parameters that need a gradient.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
 
-Result = TypeVar("Result")
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
 
@@ -149,23 +147,6 @@ class DataLoss:
         """The parts of the loss, one per batch."""
         for share, inputs, targets in self.weighted():
             yield self.loss_fn(self.outputs(inputs), targets) * share
-
-
-def faster_in_vmap(
-    looped: Callable[[], Result], in_vmap: Callable[[], Result], alike: Callable[[Result, Result], bool],
-    group: dist.ProcessGroup | None, device: torch.device,
-) -> tuple[Result, bool]:  # fmt: skip
-    """The result of a loop, and whether vmap gives the same one in less time on the ranks of a group together."""
-    begin = time.perf_counter()
-    result = looped()
-    middle = time.perf_counter()
-    try:
-        other = in_vmap()
-        gained = (middle - begin) - (time.perf_counter() - middle)
-        gained = gained if alike(result, other) else float("-inf")
-    except (RuntimeError, ValueError):  # what vmap does not support
-        gained = float("-inf")
-    return result, bool(sum_over(group, torch.tensor([gained], dtype=torch.float64, device=device))[0] > 0)
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:

@@ -33,10 +33,8 @@ class FusedAdamW(FusedOptimizer):
         weight_decay: see ``decoupled_weight_decay``.
         amsgrad: must be False: no kernel keeps the maximum of v.
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
-        capturable: accepted and ignored: a CUDA graph can capture every step.
         differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
+        foreach, fused, capturable: accepted as in torch, and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (AdamW). False: it is added to
             the gradient, as in ``torch.optim.Adam``, whose ``weight_decay`` is 0 by default.
         max_grad_norm: see :class:`FusedSGD`.

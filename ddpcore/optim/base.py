@@ -35,7 +35,6 @@ from ddpcore.optim.checks import (
 from ddpcore.optim.shards import check_shards, local_gradients
 from ddpcore.optim.states import (
     SavedOptimizer,
-    check_loaded,
     check_roundable,
     check_state,
     check_tensors,
@@ -84,9 +83,6 @@ class FusedOptimizer(SavedOptimizer):
         """Raise ValueError, with name and value, if an option of the group is invalid."""
         check_common(group)
 
-    def check_saved(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a state_dict with the right number of groups has another meaning."""
-
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has: none with ``momentum=0``."""
         return () if group.get("momentum") == 0 else self.rule.buffers
@@ -99,10 +95,6 @@ class FusedOptimizer(SavedOptimizer):
         return self.rule.options_of(groups[0])
 
     # ---- torch.optim.Optimizer ----
-
-    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
-        create_states(self, group, param, fresh)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -134,13 +126,15 @@ class FusedOptimizer(SavedOptimizer):
 
     @override
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        states = {id(param): state_dict["state"].get(number, {}) for number, param in saved.items()}
         for number, param in saved.items():
-            check_state(number, param, state_dict["state"].get(number, {}), self.rule.buffers)
-        self.check_saved(state_dict)
+            check_state(number, param, states[id(param)], self.rule.buffers)
         for group in groups:
             self.check_group(group)
         check_one_norm(groups)
-        check_loaded(self, groups, saved, state_dict["state"])
+        for own, group in zip(self.param_groups, groups, strict=True):
+            names = own.get("param_names", group["params"])
+            check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
 
     @override
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
@@ -150,12 +144,9 @@ class FusedOptimizer(SavedOptimizer):
         return wide(param.dtype) if keeps_more else param.dtype
 
     def bind(self, flat: FlatParameters) -> WeightStep:
-        """Step flat buffers from now on. Each learner's row is a separate set of parameters.
+        """Step flat buffers, of which the parameters are views, from now on. Each learner's row is a set of its own.
 
-        Args:
-            flat: the buffers; the optimizer's parameters are views of them.
-
-        Returns: the object that steps the weights. It also accepts the average for the next step.
+        Returns the object that steps the weights. It also accepts the average for the next step.
         """
         self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
@@ -211,9 +202,7 @@ class FusedOptimizer(SavedOptimizer):
     def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
         """Step every parameter of the groups that has a gradient.
 
-        Args:
-            groups: some of ``param_groups``.
-            mixture: an average of the row that the parameters are views of, computed in the same pass over it.
+        ``mixture`` is an average of the row that the parameters are views of, computed in the same pass over it.
         """
         rows = 1 if self._flat is None else self._flat.num_rows
         if rows == 1 or groups[0]["max_grad_norm"] is None:
@@ -248,30 +237,19 @@ class FusedOptimizer(SavedOptimizer):
         kinds = dict(zip(map(type, params), params, strict=True)).values()  # one of each class
         shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, kinds)) else grads
         plan, states = self._plan_of(name, groups, params, grads, sizes)
-        self._step_batches(plan, groups, params, shards, states, mixture)
+        max_norm, lists = groups[0]["max_grad_norm"], (params, shards, states)
+        norm_squared = None if max_norm is None else norm_squared_of(plan, shards)
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
+        if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
+            self._run(plan, groups, lists, scaling, mixture)
+        else:
+            self._run(plan, groups, lists, scaling, None, passes="first")
+            plan.shards.add_()
+            self._run(plan, groups, lists, scaling, None, passes="second")
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
             if is_capturing(params[0]):
                 self._captured.append(plan)  # its buffers must live as long as the graph
-
-    def _step_batches(
-        self,
-        plan: BatchPlan,
-        groups: Sequence[Group],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        mixture: Mixture | None,
-    ) -> None:
-        max_norm = groups[0]["max_grad_norm"]
-        norm_squared = None if max_norm is None else norm_squared_of(plan, grads)
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
-            self._run(plan, groups, (params, grads, states), scaling, mixture)
-        else:
-            self._run(plan, groups, (params, grads, states), scaling, None, passes="first")
-            plan.shards.add_()
-            self._run(plan, groups, (params, grads, states), scaling, None, passes="second")
 
     def _run(
         self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, mixture: Mixture | None, **passes: str

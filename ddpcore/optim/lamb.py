@@ -53,10 +53,8 @@ class FusedLAMB(AdaptiveOptimizer):
         decay_mode: ``in_update`` (the paper: decay is part of u), ``coupled`` (L2: decay is added to the gradient) or
             ``decoupled`` (AdamW: ``w *= 1 - lr*weight_decay``, not scaled by r).
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
         differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
-        capturable: accepted and ignored: a CUDA graph can capture every step.
+        foreach, fused, capturable: accepted as in torch, and ignored: a CUDA graph can capture every step.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
         state_dtype: see :class:`FusedSGD`.
 

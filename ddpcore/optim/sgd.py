@@ -31,9 +31,8 @@ class FusedSGD(FusedOptimizer):
         weight_decay: coupled (L2) decay.
         nesterov: step along ``d + momentum*m``; needs momentum.
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
         differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
+        foreach, fused: accepted as in torch, and ignored.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (SGDW, Loshchilov and Hutter
             2019) instead of being added to the gradient.
         max_grad_norm: if the norm of all gradients together is larger, the step uses gradients scaled down to this

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops import Rule
 from ddpcore.ops.dtypes import is_narrow, wide
 from ddpcore.optim.checks import Group, State, check_capture, is_capturing, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard
@@ -30,25 +29,12 @@ ELEMENTS = 2**40  # more than a parameter has: the indices of two parameters nev
 Named = Iterable[tuple[tuple[str | int, Tensor], Group]]
 
 
-class Stateful(Protocol):
-    """The parts of an optimizer that this module uses."""
-
-    state: Any
-    param_groups: Any
-    rule: ClassVar[Rule]
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """The buffers that each parameter of the group has."""
-
-
 def has_master(group: Group, param: Tensor) -> bool:
     """Whether the group keeps fp32 weights for this parameter."""
     return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 
-def create_states(
-    optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]
-) -> None:
+def create_states(optimizer: Any, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
     """Create the missing states of a parameter. Parameters that start together share a step counter of ``fresh``."""
     names = optimizer.state_names(group)
     if not names and not group["master_weights"]:
@@ -77,7 +63,7 @@ def create_states(
         state["step"] = fresh[begun]
 
 
-def split_steps(optimizer: Stateful, members: list[Tensor]) -> None:
+def split_steps(optimizer: Any, members: list[Tensor]) -> None:
     """Give the members, which take the next step, other step counters than the parameters that skip it."""
     stepped = set(map(id, members))
     state = optimizer.state
@@ -101,12 +87,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
 
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
-        """Raise ValueError unless a state can be loaded.
+        """Raise ValueError unless a state can be loaded into ``groups``, the optimizer's with the options of the file.
 
-        Args:
-            groups: the optimizer's groups with the options of the file.
-            saved: the parameter of each number in the file.
-            state_dict: the file.
+        ``saved`` has the parameter of each number in the file.
         """
         raise NotImplementedError
 
@@ -205,15 +188,9 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 
 
 def order_of(index: int, own: Group, loaded: Group) -> Group:
-    """``params`` and ``param_names`` of a loaded group in the order of the names of the optimizer's group.
+    """``params`` and ``param_names`` of a loaded group, in the order of the names of the optimizer's group.
 
-    Args:
-        index: of the group.
-        own: the group of the optimizer.
-        loaded: the group of the file, with as many parameters.
-
-    Raises:
-        ValueError: both have names, and the names differ.
+    ValueError if both have names, and these differ.
     """
     if "param_names" not in own or "param_names" not in loaded:
         return {"params": loaded["params"], **{key: own[key] for key in ("param_names",) if key in own}}
@@ -239,12 +216,7 @@ def plain_name(name: str) -> str:
 
 
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
-    """Raise ValueError if a parameter cannot have the rounded states that its group asks for.
-
-    Args:
-        named: names, parameters and their groups.
-        loaded: states that are about to be loaded, by the id of the parameter.
-    """
+    """Raise ValueError if a parameter cannot have the rounded states of its group, or of ``loaded``, by its id."""
     for (name, param), group in named:
         if not is_rounded(group):
             continue
@@ -256,30 +228,10 @@ def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> 
             )
 
 
-def check_loaded(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Group], saved: Mapping[Any, Tensor], states: Mapping[Any, State]
-) -> None:
-    """Raise ValueError if a parameter cannot have the rounded states of a state_dict.
-
-    Args:
-        optimizer: that loads it.
-        groups: the groups of the optimizer, with the options of the state_dict.
-        saved: the parameter of each number in the state_dict.
-        states: the states in the state_dict, by number.
-    """
-    loaded = {id(param): states.get(number, {}) for number, param in saved.items()}
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        names = own["param_names"] if "param_names" in own else group["params"]
-        check_roundable(((pair, group) for pair in zip(names, own["params"], strict=False)), loaded)
-
-
 def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | None) -> list[int]:
-    """The index of the first element of each parameter among the random numbers.
+    """The index of each parameter's first element among the random numbers, by its place in ``named``, which has all.
 
-    Args:
-        params: some of the optimizer's parameters.
-        named: all of them, in their order.
-        flat: the buffer of which they are views. Virtual learners have the numbers of the first one.
+    Virtual learners, whose parameters are views of ``flat``, have the numbers of the first one.
     """
     num = 0 if flat is None else len(flat.segments)
     first_of = {} if flat is None else {id(p): id(flat.parameters[i % num]) for i, p in enumerate(flat.parameters)}

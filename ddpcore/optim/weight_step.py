@@ -10,38 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.ops import MAX_STEP_PEERS, Mixture, Rule, WeightAverage
+from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
+from ddpcore.optim.states import create_states
 from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 
 _gradient_of = attrgetter("grad")
-
-
-class Stepped(Protocol):
-    """The parts of a fused optimizer that :class:`WeightStep` uses."""
-
-    rule: ClassVar[Rule]
-    state: Any
-    param_groups: Any
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """The buffers that each parameter of the group has."""
-
-    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
-
-    def arguments(self, batch: Any, groups: list[Group]) -> dict[str, Any]:
-        """The operator's arguments for a call with these groups."""
-
-    def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
-        """Step the groups tensor by tensor; average the tensors in the same pass."""
 
 
 class WeightStep:
@@ -49,12 +30,11 @@ class WeightStep:
 
     Args:
         flat: the parameters.
-        optimizer: a fused optimizer, whose ``step()`` calls :meth:`run`; None for any other optimizer.
+        optimizer: a :class:`~ddpcore.optim.FusedOptimizer`, whose ``step()`` calls :meth:`run`; None for any other.
     """
 
-    def __init__(self, flat: FlatParameters, optimizer: Stepped | None = None) -> None:
-        self.flat = flat
-        self._optimizer = optimizer
+    def __init__(self, flat: FlatParameters, optimizer: Any = None) -> None:
+        self.flat, self._optimizer = flat, optimizer
         self._average: WeightAverage | None = None
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
@@ -72,7 +52,6 @@ class WeightStep:
 
     def run(self) -> None:
         """Average the weights and step all groups of the fused optimizer."""
-        assert self._optimizer is not None
         average, groups = self._average, self._optimizer.param_groups
         if isinstance(average, Mixture) and self._is_one_pass(average, groups):
             self._average = None
@@ -87,16 +66,12 @@ class WeightStep:
 
     def _is_one_pass(self, mixture: Mixture, groups: Sequence[Group]) -> bool:
         """Whether the optimizer's kernel takes the mixture, and steps every parameter of the flat buffer."""
-        optimizer, flat = self._optimizer, self.flat
-        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        if (
-            scaled
-            or flat.param_LP.dtype not in KERNEL_DTYPES
-            or len(mixture.peers) > MAX_STEP_PEERS
-            or flat.num_rows > 1
-        ):
+        flat = self.flat
+        if self._is_scaled() or flat.param_LP.dtype not in KERNEL_DTYPES:
             return False
-        if flat.shards is not None and optimizer is not None and optimizer.rule.uses_norms:
+        if len(mixture.peers) > MAX_STEP_PEERS or flat.num_rows > 1:
+            return False
+        if flat.shards is not None and self._optimizer.rule.uses_norms:
             return False  # its two passes add norms of shards in between
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
             return False
@@ -107,7 +82,6 @@ class WeightStep:
 
     def _run_columns(self, groups: Sequence[Group]) -> None:
         """Step the groups, where possible by columns of the buffers ``[L, P]``, which are fewer tensors."""
-        assert self._optimizer is not None
         if self._columns is None or self._columns.layout is not self.flat.segments:
             self._columns = _Columns(self.flat)  # the layout has changed: states are copied into new buffers
         own = self.flat.own_grads(LARGE)
@@ -124,6 +98,11 @@ class WeightStep:
         if rest:
             self._optimizer.step_lists(rest)
 
+    def _is_scaled(self) -> bool:
+        """Whether ``GradScaler`` leaves unscaling to this step."""
+        found_inf, grad_scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        return found_inf is not None or grad_scale is not None
+
     def _apply_average(self) -> None:
         if self._average is not None:
             self.flat.average_(self._average)
@@ -132,9 +111,7 @@ class WeightStep:
     def _column_states(self, group: Group) -> tuple[str, ...] | None:
         """The states of a group that columns can step: no gradient is missing or scaled, and states agree."""
         optimizer, params = self._optimizer, group["params"]
-        assert optimizer is not None
-        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        if scaled or group["max_grad_norm"] is not None or not params:
+        if self._is_scaled() or group["max_grad_norm"] is not None or not params:
             return None
         if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
             return None
@@ -157,7 +134,6 @@ class WeightStep:
 
     def _divide_steps(self, groups: Sequence[Group], names_of: Sequence[tuple[str, ...] | None]) -> None:
         """Give a group its own step counters, where the program has moved a parameter to it: kernels count by group."""
-        assert self._optimizer is not None
         state, owned = self._optimizer.state, set[Tensor]()
         for group, names in zip(groups, names_of, strict=True):
             params = group["params"] if names is None else group["params"][:1]  # columns have one counter
@@ -183,7 +159,6 @@ class WeightStep:
 
     def _step_columns(self, group: Group, names: tuple[str, ...], own: dict[int, Tensor]) -> None:
         optimizer, columns, flat, params = self._optimizer, self._columns, self.flat, group["params"]
-        assert optimizer is not None
         assert columns is not None
         if id(group) not in self._ready and names:
             columns.take_states(names, group, optimizer)
@@ -232,7 +207,7 @@ class _Columns:
         self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
-    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> None:
+    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Any) -> None:
         """The states of the group's parameters become views of buffers ``[L, P]``."""
         self._forget_moved()
         for name in names:
@@ -248,7 +223,7 @@ class _Columns:
             views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
-            optimizer.create_states(group, parameter, fresh)
+            create_states(optimizer, group, parameter, fresh)
             for name, view in views_of_state.items():
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout

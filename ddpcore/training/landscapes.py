@@ -95,8 +95,7 @@ def _plane(kind: str, runs: Mapping[str, FinishedRun], data: DataLoss, seed: int
         return plane_through(models)
     if kind == "random":
         return random_plane(data.model, seed=seed)
-    # One vector after the other has the same bits in each run, so that the file can be continued.
-    return eigenvector_plane(data.model, Hessian(data.model, data, vectorize=False).eigenvalues(largest=2, smallest=0))
+    return eigenvector_plane(data.model, Hessian(data.model, data).eigenvalues(largest=2, smallest=0))
 
 
 def _grid(plane: Plane, points: int, span: float, around_marks: bool) -> list[npt.NDArray[np.float64]]:

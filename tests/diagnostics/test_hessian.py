@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -71,34 +70,14 @@ def random_rows(num: int, numel: int) -> Tensor:
     return torch.randn(num, numel, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("vectorize", [True, False, "measure"])
-def test_products_are_those_of_the_exact_hessian(vectorize: Any) -> None:
-    """Of one vector and of more vectors than vmap takes at a time; batches of different sizes."""
+def test_products_are_those_of_the_exact_hessian() -> None:
+    """Of one vector and of several; batches of different sizes."""
     model, data = network(), batches()
-    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data), vectorize=vectorize), exact(model, data)
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(model, data)
     vectors = random_rows(11, hessian.numel)
     for _ in range(2):
         torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(hessian.product(vectors[0]), vectors[0] @ expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("vmap_is_faster", [True, False])
-def test_measuring_keeps_the_faster_way(vmap_is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of the test: one way takes a second a call, the other two."""
-    now, ran, products = [0.0], [], Hessian._products_by
-
-    def timed(self: Hessian, rows: Tensor, vectorize: bool) -> Tensor:
-        now[0] += 1.0 if vectorize == vmap_is_faster else 2.0
-        ran.append(vectorize)
-        return products(self, rows, vectorize)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(Hessian, "_products_by", timed)
-    model = network()
-    hessian = Hessian(model, DataLoss(model, F.cross_entropy, batches()))
-    for num in (1, 3, 3, 1):  # a single vector measures nothing
-        hessian.product(random_rows(num, hessian.numel))
-    assert ran == [False, False, True, vmap_is_faster, vmap_is_faster]
 
 
 @pytest.mark.parametrize("gauss_newton", [False, True])
@@ -381,7 +360,6 @@ def once() -> Iterator[tuple[Tensor, Tensor]]:
         (lambda m: Hessian(m, lambda: m(batches()[0][0]).mean(), gauss_newton=True), "pass loss=DataLoss"),
         (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches())).trace(2), "num_products is 2"),
         (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches())).eigenvalues(0, 0), "at least 1"),
-        (lambda m: Hessian(m, DataLoss(m, F.cross_entropy, batches()), vectorize="yes"), "vectorize is 'yes'"),
     ],
 )  # fmt: skip
 def test_refused(make: Callable[[nn.Module], Any], text: str) -> None:
