@@ -115,7 +115,7 @@ class Hessian:
 
     def operator(self) -> spectra.Operator:
         """The Hessian as an operator, for the functions of :mod:`ddpcore.diagnostics.spectra`."""
-        return spectra.Operator(product=self.product, numel=self.numel, like=self.weights.values_P)
+        return spectra.Operator(product=self.product, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:
         results_KP = torch.zeros_like(rows_KP)

@@ -170,7 +170,7 @@ class HessianStatistics(Observer):
         noise = None
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
-            noise = self._shares(learner, own_LP - passes.average(learner, own_LP), top_kP)
+            noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
         return self._record(learner.step + 1, found, problem, begin, distance, noise, penalty)
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
@@ -223,7 +223,7 @@ class HessianStatistics(Observer):
                 rows.append(_real(learner, product_LP[:1])[0])
             return torch.stack(rows)
 
-        return spectra.Operator(product=product, numel=len(like), like=like)
+        return spectra.Operator(product=product, like=like)
 
     @staticmethod
     def _shares(learner: Learner, apart_LP: Tensor, vectors_kP: Tensor) -> _Share:

@@ -198,13 +198,6 @@ def scale_left(optimizer: torch.optim.Optimizer) -> Tensor | float:
     return 1.0 if scale is None else scale
 
 
-def average(learner: Learner, rows_LP: Tensor) -> Tensor:
-    """A copy of rows that holds their mean over all learners in each row. Collective."""
-    average_LP = rows_LP.clone()
-    learner.comm.average_(average_LP).wait()
-    return average_LP
-
-
 def parts_of(loss: Loss) -> Iterator[Tensor]:
     """The parts of a loss, each a scalar with its own graph. ValueError if one is something else."""
     result = loss()

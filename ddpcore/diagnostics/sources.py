@@ -83,21 +83,10 @@ class LearnerStatistics(Source):
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a learner is several ranks."""
-        return self._handle.learner.flat.shards is not None
-
     def close(self) -> None:
         """Stop measuring."""
         if self in self._handle.observers:
             self._handle.observers.remove(self)
-
-    def directions(self, num: int) -> tuple[Tensor, Tensor]:
-        """Implements :meth:`NoiseStatistics.directions`."""
-        learner = self._handle.learner
-        weights_LP = learner.flat.param_LP
-        return dynamics.directions(weights_LP, passes.average(learner, weights_LP)[0], learner.comm, num)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -183,7 +172,7 @@ class LearnerStatistics(Source):
         own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
-            mean_P = passes.average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
+            mean_P = learner.average_of(self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
         full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
         self._add_products(learner, result, own_P, mean_P, full_P)
         result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
@@ -206,14 +195,14 @@ class LearnerStatistics(Source):
         own_LP = passes.local_gradients(learner)
         own_LP.mul_(self._unscale(own_LP))
         grad_LP = own_LP if config.loss is None else self._gradient_at(learner, mean_LP, config.loss, random)[0]
-        average_LP = passes.average(learner, grad_LP)
+        average_LP = learner.average_of(grad_LP)
         squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            average_LP = passes.average(learner, _clipped(grad_LP, config.max_grad_norm))
+            average_LP = learner.average_of(_clipped(grad_LP, config.max_grad_norm))
         full_P = self._full_gradient(learner, mean_LP, config.full_loss, result)
-        self._add_products(learner, result, passes.average(learner, own_LP)[0], average_LP[0], full_P)
+        self._add_products(learner, result, learner.average_of(own_LP)[0], average_LP[0], full_P)
         if config.hessian:
             result.hessian = self._hessian_squares(learner, mean_LP, config.full_loss)
         return squares
@@ -226,12 +215,12 @@ class LearnerStatistics(Source):
         for share_n in dynamics.mixtures(n, learner.step):
             shares = share_n[list(comm.learners)].tolist()  # Python numbers: no synchronization with the device
             mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
-            vector_LP = passes.average(learner, mixed_LP)
+            vector_LP = learner.average_of(mixed_LP)
             with passes.at_weights(self._handle.model, learner, mean_LP):
                 product_LP = passes.hessian_product(
                     learner, loss, vector_LP, scale_of(self._config.scaler, flat.param_LP.device)
                 )
-            product_P = passes.average(learner, product_LP)[0]
+            product_P = learner.average_of(product_LP)[0]
             result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
         return result
 
@@ -254,7 +243,7 @@ class LearnerStatistics(Source):
         loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
         learner.comm.average_(loss_L1).wait()
         result.full_loss = loss_L1[0, 0]
-        return passes.average(learner, grad_LP)[0]
+        return learner.average_of(grad_LP)[0]
 
     def _of_learners(self, learner: Learner, squares_XS: Tensor) -> Tensor:
         """The squared norms of whole segments, from those of the shards of this rank. Collective over a learner."""

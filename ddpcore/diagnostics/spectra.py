@@ -41,13 +41,16 @@ class Operator:
 
     Attributes:
         product: returns the products ``[K, P]`` of vectors ``[K, P]``.
-        numel: P.
-        like: a tensor with the dtype and device of the vectors.
+        like: a vector ``[P]`` with the dtype and device of the others.
     """
 
     product: Callable[[Tensor], Tensor]
-    numel: int
     like: Tensor
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return len(self.like)
 
     def __call__(self, vectors_KP: Tensor) -> Tensor:
         """The products. NotFinite: one has NaN or Inf."""

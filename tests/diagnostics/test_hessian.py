@@ -158,14 +158,14 @@ def matrix(num: int = 120) -> tuple[Tensor, Operator]:
     rotation = torch.linalg.qr(random_rows(num, num))[0]
     values = torch.cat([torch.tensor([40.0, 20.0, -10.0]), torch.linspace(-1, 1, num - 3)]).double()
     full = rotation * values @ rotation.T
-    return full, Operator(product=lambda rows: rows @ full, numel=num, like=full)
+    return full, Operator(product=lambda rows: rows @ full, like=full)
 
 
 def of_a_network() -> tuple[Tensor, Operator]:
     """The exact Hessian of a network with 244 weights."""
     torch.manual_seed(0)
     full = exact(nn.Sequential(nn.Linear(SIZES[0], 20), nn.Tanh(), nn.Linear(20, SIZES[2])).double(), batches())
-    return full, Operator(product=lambda rows: rows @ full, numel=len(full), like=full)
+    return full, Operator(product=lambda rows: rows @ full, like=full)
 
 
 @pytest.mark.parametrize("make", [matrix, of_a_network])
@@ -186,7 +186,7 @@ def test_trace_of_a_matrix_of_low_rank() -> None:
     """Nothing is left for the random vectors: the interval is that of rounding."""
     factor = random_rows(200, 5)
     full = factor @ factor.T
-    operator = Operator(product=lambda rows: rows @ full, numel=200, like=full)
+    operator = Operator(product=lambda rows: rows @ full, like=full)
     for seed in range(20):
         found = trace(operator, 60, seed=seed)
         assert found.low <= float(factor.square().sum()) <= found.high
@@ -225,7 +225,7 @@ def test_density_of_all_steps_has_the_eigenvalues() -> None:
 
 def test_density_of_a_matrix_with_few_eigenvalues() -> None:
     """The iteration ends early: its Krylov space is complete after two steps."""
-    operator = Operator(product=lambda rows: rows * scale, numel=50, like=torch.zeros(1, dtype=torch.float64))
+    operator = Operator(product=lambda rows: rows * scale, like=torch.zeros(50, dtype=torch.float64))
     scale = torch.tensor([2.0, -1.0], dtype=torch.float64).repeat(25)
     found = spectral_density(operator, 2, 20, seed=0)
     probes = operator.directions(2, torch.Generator().manual_seed(0))
@@ -243,7 +243,7 @@ def test_no_probe_misses_what_signs_cannot_see(seed, rows):
         difference = torch.zeros(40, dtype=torch.float64)
         difference[i], difference[j] = 1.0, -1.0
         full += 2 * scale * torch.outer(difference, difference)
-    operator = Operator(product=lambda vectors: vectors @ full, numel=40, like=full)
+    operator = Operator(product=lambda vectors: vectors @ full, like=full)
     expected = torch.linalg.eigvalsh(full).numpy()
     found = extreme_eigenvalues(operator, 1, 1, seed=seed, tolerance=1e-8, max_products=200)
     assert found.values == pytest.approx([expected[-1], expected[0]], abs=1e-6)
