@@ -200,7 +200,9 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            average_LP = learner.average_of(_clipped(grad_LP, config.max_grad_norm))
+            norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
+            factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
+            average_LP = learner.average_of(grad_LP * factors_L1)
         full_P = self._full_gradient(learner, mean_LP, config.full_loss, result)
         self._add_products(learner, result, learner.average_of(own_LP)[0], average_LP[0], full_P)
         if config.hessian:
@@ -283,12 +285,6 @@ class LearnerStatistics(Source):
         """The inverse scale of gradients at the optimizer's step."""
         scale = passes.scale_left(self._optimizer)
         return scale if isinstance(scale, float) else scale.reciprocal().to(like)
-
-
-def _clipped(rows_LP: Tensor, max_norm: float) -> Tensor:
-    """Each row with a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` clips it."""
-    norms_L1 = torch.linalg.vector_norm(rows_LP, dim=1, keepdim=True)
-    return rows_LP * (max_norm / (norms_L1 + 1e-6)).clamp(max=1.0)
 
 
 class PassStatistics(Source):

@@ -51,17 +51,13 @@ class WeightVector:
         lead = rows.shape[:-1]
         return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
-    def typed_views(self, rows: Tensor) -> list[Tensor]:
-        """Views as above, and copies for parameters of another dtype than ``values_P``, in their own."""
-        return [view.to(one.dtype) for view, one in zip(self.views(rows), self.parameters, strict=True)]
-
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:
         """Inside, the parameters hold other weights. Their own memory does not change."""
         own = [parameter.data for parameter in self.parameters]
         try:
-            for parameter, view in zip(self.parameters, self.typed_views(weights_P), strict=True):
-                parameter.data = view
+            for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
+                parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is another than that of values_P
             yield
         finally:
             for parameter, data in zip(self.parameters, own, strict=True):

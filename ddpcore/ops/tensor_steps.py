@@ -123,7 +123,11 @@ def tensor_steps(
 ) -> Iterator[TensorStep]:
     """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
     _check(params, grads, group_sizes, *others, masters)
-    _check_firsts(state_firsts, params, masters, steps)
+    fits = not state_firsts or (len(state_firsts) == len(params) and not masters and bool(steps))
+    if not fits or any(first < 0 or first % 4 != 0 for first in state_firsts):
+        raise RuntimeError(
+            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
+        )
     if found_inf is not None and bool(found_inf):
         return
     factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
@@ -156,16 +160,6 @@ def next_count(step: Tensor, rounded_states: bool) -> Tensor:
     if not rounded_states or not 2**24 <= float(step) < 2**62:
         return step + 1
     return torch.nextafter(step, torch.full_like(step, math.inf))
-
-
-def _check_firsts(
-    firsts: Sequence[int], params: Sequence[Tensor], masters: Sequence[Tensor], steps: Sequence[Tensor]
-) -> None:
-    fits = not firsts or (len(firsts) == len(params) and not masters and bool(steps))
-    if not fits or any(first < 0 or first % 4 != 0 for first in firsts):
-        raise RuntimeError(
-            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
-        )
 
 
 def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[int], *others: Sequence[Tensor]) -> None:

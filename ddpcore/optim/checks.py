@@ -120,19 +120,13 @@ def check_differentiable(differentiable: bool) -> None:
 def check_new(group: Group) -> None:
     """Raise ValueError unless a new group of a fused optimizer can be stepped."""
     check_differentiable(group.get("differentiable", False))
-    check_once(group)
-    if found := [param.dtype for param in group["params"] if param.is_complex()]:
-        raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
-
-
-def check_once(group: Group) -> None:
-    """Raise ValueError if a parameter is in a group twice."""
-    names = group.get("param_names", range(len(group["params"])))
-    seen: set[int] = set()
+    names, seen = group.get("param_names", range(len(group["params"]))), set[int]()
     for name, param in zip(names, group["params"], strict=True):
         if id(param) in seen:
             raise ValueError(f"parameter {name} is twice in its group: name it once, as model.parameters() does")
         seen.add(id(param))
+    if found := [param.dtype for param in group["params"] if param.is_complex()]:
+        raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
 
 
 def options_of(group: Group) -> Group:

@@ -72,8 +72,7 @@ class Member:
 
     def direction(self) -> Tensor:
         """u of this rank's part."""
-        momentum = float(self.group["momentum"])
-        return self.grad.lerp(self.momentum, momentum) if self.group["nesterov"] else self.momentum
+        return direction_of(self.grad, self.momentum, self.group)
 
     def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
         if self.group["batched"]:
@@ -124,20 +123,13 @@ class Matrix:
 
     def direction(self) -> Tensor:
         """u, with ``rows <= columns``."""
-        direction = (
-            self.grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
-        )
-        matrix = direction.flatten(1)
+        matrix = direction_of(self.grad, self.momentum, self.group).flatten(1)
         return matrix.mT if self.shape[0] > self.shape[1] else matrix
 
     def upright(self, update: Tensor) -> Tensor:
         """O(u) with the rows and columns of the matrix."""
         rows, columns = self.shape
         return update.mT if rows > columns else update
-
-    def step(self, update: Tensor) -> None:
-        """Decay the weights and subtract the update."""
-        decay_and_add_(self.param, self.upright(update), self.group, self.scale * self.factor)
 
     @property
     def scale(self) -> float:
@@ -146,6 +138,11 @@ class Matrix:
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / columns))
+
+
+def direction_of(grad: Tensor, momentum: Tensor, group: Group) -> Tensor:
+    """u."""
+    return grad.lerp(momentum, float(group["momentum"])) if group["nesterov"] else momentum
 
 
 def decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float) -> None:

@@ -23,6 +23,7 @@ from ddpcore.parameters.shards import is_dtensor, local
 
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")
+_NO_OPTIONS = ("self", "params", "adamw_lr", "ns_dtype", "process_group", "__class__")  # in the constructor's locals
 BUFFERS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
@@ -103,28 +104,20 @@ class Muon(SavedOptimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
         self.process_group, self._adamw_lr, self._ns_dtype = process_group, adamw_lr, ns_dtype
         if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype is {ns_dtype}: it must be a floating-point dtype")
         if adamw_lr is not None:
             check_number("adamw_lr", adamw_lr)
         defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
+            **options,
             "rule": "muon",
             "split": 1,
             "batched": None,
             "period": 1,
             "block_lr": 1.0,
             "steps": 0,  # of a group with a period
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
         }
         super().__init__(params, defaults)
 
@@ -189,7 +182,7 @@ class Muon(SavedOptimizer):
         members = [member for group in groups for member in self._members(group)]
         matrices = [matrix for member in members if not member.num_divided for matrix in member.matrices()]
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
-            matrix.step(update)
+            decay_and_add_(matrix.param, matrix.upright(update), matrix.group, matrix.scale * matrix.factor)
         self._step_shards([member for member in members if member.num_divided == 1])
         self._step_gathered([member for member in members if member.num_divided > 1])
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
@@ -228,7 +221,8 @@ class Muon(SavedOptimizer):
         if group["period"] > 1:
             group["steps"] += 1
         for param, grad, momentum in zip(params, grads, momenta, strict=True):
-            yield Member(param, local(param), grad, momentum, group, self._dtype_of(param), is_block)
+            dtype = torch.float64 if param.dtype == torch.float64 else self._ns_dtype
+            yield Member(param, local(param), grad, momentum, group, dtype, is_block)
 
     def _step_shards(self, members: list[Member]) -> None:
         """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""
@@ -254,9 +248,6 @@ class Muon(SavedOptimizer):
         results = results_of(members, [member.gathered() for member in members])
         for member, result in zip(members, results, strict=True):
             decay_and_add_(member.part, member.shard_of(result), member.group, member.scale)
-
-    def _dtype_of(self, param: Tensor) -> torch.dtype:
-        return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
 
     def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""

@@ -245,11 +245,6 @@ def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | Non
 # ---- checks ----
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements share one place in memory, as in an expanded tensor."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
 def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[Tensor, State]) -> None:
     """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients and states."""
     if True in [grad.is_sparse for grad in grads]:
@@ -258,7 +253,8 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         )
     if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
-    if True in [overlaps_itself(local(param)) for param in params]:
+    parts = map(local, params)
+    if any(stride == 0 and size > 1 for part in parts for stride, size in zip(part.stride(), part.shape, strict=True)):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:

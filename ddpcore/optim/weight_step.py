@@ -209,7 +209,10 @@ class _Columns:
 
     def take_states(self, names: tuple[str, ...], group: Group, optimizer: Any) -> None:
         """The states of the group's parameters become views of buffers ``[L, P]``."""
-        self._forget_moved()
+        views_of_all = [pair for _, views in self._states.values() for pair in views.values()]
+        if any(view.data_ptr() != address for view, address in views_of_all):  # the program has set a state's .data
+            self._held.clear()
+            self._states.clear()
         for name in names:
             if name not in self._states:
                 weights_LP = self._flat.param_LP
@@ -248,13 +251,6 @@ class _Columns:
             )
         except KeyError:
             return False
-
-    def _forget_moved(self) -> None:
-        """Forget all buffers if a state is no longer a view of one, because the program has set its ``.data``."""
-        pairs = [pair for _, views in self._states.values() for pair in views.values()]
-        if any(view.data_ptr() != address for view, address in pairs):
-            self._held.clear()
-            self._states.clear()
 
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, list[Tensor]]]:
         """(begin, end, rows) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
