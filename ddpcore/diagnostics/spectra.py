@@ -205,13 +205,10 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
     probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
     rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
     rounding = torch.finfo(operator.like.dtype).eps * operator.numel**0.5 * float(found.norm(dim=1).sum())
-    return _estimate(rest.cpu().numpy(), largest, rounding)
-
-
-def _estimate(draws: Array, offset: float, rounding: float = 0.0) -> Estimate:
+    draws = rest.cpu().numpy()
+    value, error = largest + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
     with extra("train"):
         from scipy.stats import t  # noqa: PLC0415
-    value, error = offset + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
     width = float(t.ppf(0.975, len(draws) - 1)) * error + rounding
     return Estimate(value=value, error=error, low=value - width, high=value + width)
 
@@ -227,14 +224,6 @@ class SpectralDensity:
 
     nodes: Array
     weights: Array
-
-    def moment(self, power: int) -> Estimate:
-        """The mean of ``lambda^power`` over all P eigenvalues: without quadrature error for powers below 2 M."""
-        draws = (self.weights * self.nodes**power).sum(axis=1)
-        if len(draws) > 1:
-            return _estimate(draws, 0.0)
-        value = float(draws[0])
-        return Estimate(value=value, error=float("nan"), low=float("nan"), high=float("nan"))
 
     def at(self, points: Array, width: float) -> Array:
         """The density at some points ``[n]``, with each node as a Gaussian of standard deviation ``width``."""
