@@ -25,6 +25,8 @@ from ddpcore.optim.checks import (
     Group,
     State,
     check_common,
+    check_moments,
+    check_momentum,
     check_new,
     check_one_norm,
     is_capturing,
@@ -82,6 +84,7 @@ class FusedOptimizer(SavedOptimizer):
     def check_group(self, group: Group) -> None:
         """Raise ValueError, with name and value, if an option of the group is invalid."""
         check_common(group)
+        (check_momentum if "momentum_buffer" in self.rule.buffers else check_moments)(group)
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has: none with ``momentum=0``."""

@@ -136,11 +136,7 @@ def options_of(group: Group) -> Group:
 
 
 def check_capture(groups: Sequence[Group], options: Iterable[str]) -> None:
-    """Check a step that a CUDA graph captures: its replays run no Python, and read only ``lr``, on the device.
-
-    Raises:
-        RuntimeError: an option is a tensor that replays would not read, or a parameter is trained and has no gradient.
-    """
+    """Raise RuntimeError if replays of a captured step, which run no Python, would not do what the step does."""
     for group, name in product(groups, options):
         value = group[name]
         read = name == "lr" and group.get("rule") != "muon" and group["params"]  # Muon reads lr on the host

@@ -13,7 +13,7 @@ from ddpcore.ops import Rule
 from ddpcore.ops.steps import LARS
 from ddpcore.optim.base import AdaptiveOptimizer
 from ddpcore.optim.batch import Batch
-from ddpcore.optim.checks import Group, check_flag, check_momentum, check_number
+from ddpcore.optim.checks import Group, check_flag, check_number
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
@@ -31,24 +31,19 @@ class FusedLARS(AdaptiveOptimizer):
     They are equal while the learning rate and all ratios are constant.
     ``docs/optimizers.md`` compares them with other libraries.
 
+    All other arguments are those of :class:`FusedSGD`.
+
     Args:
         params: parameters, named parameters or groups. A group may set ``always_adapt=False``: its tensors then take
             plain SGD steps with ``lr``. :func:`ddpcore.optim.param_groups` does that for biases and norms.
-        lr: learning rate; a number or a tensor.
-        momentum: 0 keeps no buffer.
-        dampening: see :class:`FusedSGD`; must be 0 with ``nesterov``.
         weight_decay: coupled (L2) decay, part of R.
-        nesterov: step along ``d + momentum*m``.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
         variant: where lr and R enter, see above.
         always_adapt: whether tensors have a ratio; per group.
-        maximize: ascend instead of descend.
-        differentiable: must be False.
-        foreach, fused, capturable: accepted as in torch, and ignored: a CUDA graph can capture every step.
+        capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` and is not part of R.
-        max_grad_norm: see :class:`FusedSGD`; R uses the clipped gradient.
-        master_weights, state_dtype: see :class:`FusedSGD`.
+        max_grad_norm: R uses the clipped gradient.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, unknown, or does not fit the others; there are no
@@ -86,7 +81,6 @@ class FusedLARS(AdaptiveOptimizer):
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        check_momentum(group)
         check_number("trust_coefficient", group["trust_coefficient"])
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)

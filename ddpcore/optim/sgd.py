@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ddpcore.ops import Rule
 from ddpcore.ops.steps import SGD
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.checks import Group, check_momentum
 
 
 class FusedSGD(FusedOptimizer):
@@ -67,8 +65,3 @@ class FusedSGD(FusedOptimizer):
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         super().__init__(params, dict(locals()))
-
-    @override
-    def check_group(self, group: Group) -> None:
-        super().check_group(group)
-        check_momentum(group)

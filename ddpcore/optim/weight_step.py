@@ -255,12 +255,8 @@ class _Columns:
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, list[Tensor]]]:
         """(begin, end, rows) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
 
-        Args:
-            params: the parameters of one group.
-            own: gradients outside of ``grad_LP``, by the parameter's index.
-
-        Returns:
-            The rows are the learners' gradients, where one of them is outside, and else empty.
+        ``own`` has gradients outside of ``grad_LP``, by the parameter's index: ``rows`` are then the gradients of all
+        learners, and else empty.
         """
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:
