@@ -93,12 +93,7 @@ def at_weights(
     """In the ``with`` block, the model's parameters point to other weights, and the strategy's hooks are paused.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
-
-    Args:
-        model: the trained model.
-        learner: its learners.
-        weights_LP: the other weights.
-        random_state: initial random state of the passes; None: the current one.
+    ``random_state`` is that of the passes; None: the current one.
     """
     learner.hooks_paused = True
     try:
@@ -125,11 +120,7 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
 
 
 def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The Hessian of each learner's own loss times its vector, ``[L, P]``.
-
-    Raises:
-        ValueError: the loss uses a compiled model, which has no second derivatives.
-    """
+    """The Hessian of each learner's own loss times its vector, ``[L, P]``. ValueError if the model is compiled."""
     rows_LP = torch.zeros_like(vectors_LP)
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
@@ -157,18 +148,12 @@ def twice_differentiable() -> AbstractContextManager[None]:
 def part_products(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter.
+    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter ``[*S]``.
 
     Of the gradients of a loss these are products with its Hessian (Pearlmutter 1994). The loss must be computed inside
     :func:`twice_differentiable`.
 
-    Args:
-        gradients: of one part of a loss, with a graph; None for a parameter that it does not use.
-        parameters: one per gradient.
-        vectors: ``[K, *S]`` per parameter of shape S.
-
-    Returns:
-        None for a parameter if autograd knows that its products are zero.
+    A gradient is None for a parameter that the loss does not use, and a product where autograd knows that it is zero.
     """
     live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
     if not live:  # the loss is linear in its weights

@@ -93,14 +93,10 @@ class Eigenvalues:
 def extreme_eigenvalues(
     operator: Operator, largest: int, smallest: int, *, seed: int, tolerance: float, max_products: int
 ) -> Eigenvalues:
-    """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK).
+    """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK). NotFinite or NotConverged.
 
     ARPACK's tolerance is relative to the eigenvalue, which is too strict near zero. So each end is computed of H plus
     or minus its spectral radius, which makes the tolerance relative to that radius.
-
-    Raises:
-        NotFinite: a product has NaN or Inf.
-        NotConverged: an iteration takes more than ``max_products`` products.
     """
     num = operator.numel
     if num <= max(DENSE, 2 * (largest + smallest)):

@@ -119,11 +119,10 @@ class DataLoss:
     @staticmethod
     def num_samples(inputs: Any) -> int:
         """The number of samples of a batch: the length of its first tensor, also in a dict."""
-        tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-        first = next(tensors, None)
-        if first is None:
-            raise ValueError("the inputs of a batch hold no tensor of samples: pass pairs (inputs, targets) of tensors")
-        return len(first)
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return len(leaf)
+        raise ValueError("the inputs of a batch hold no tensor of samples: pass pairs (inputs, targets) of tensors")
 
     def outputs(self, inputs: Any) -> Any:
         """The outputs of the model for the inputs of a batch, a tensor or a tuple of arguments."""

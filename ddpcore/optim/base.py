@@ -20,20 +20,9 @@ from typing_extensions import override
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
 from ddpcore.ops.dtypes import wide
+from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
-from ddpcore.optim.checks import (
-    Group,
-    State,
-    check_common,
-    check_moments,
-    check_momentum,
-    check_new,
-    check_one_norm,
-    is_capturing,
-    is_rounded,
-    name_of,
-    options_of,
-)
+from ddpcore.optim.checks import Group, State
 from ddpcore.optim.shards import check_shards, local_gradients
 from ddpcore.optim.states import (
     SavedOptimizer,
@@ -71,8 +60,8 @@ class FusedOptimizer(SavedOptimizer):
 
     def __init__(self, params: Iterable[Any], given: Group) -> None:
         """``given``: the options, or ``locals()`` of the subclass, whose parameters have the names of the options."""
-        defaults = {name: value for name, value in options_of(given).items() if name not in _NO_OPTIONS}
-        defaults["state_dtype"] = name_of(defaults.get("state_dtype", "float32"))
+        defaults = {name: value for name, value in checks.options_of(given).items() if name not in _NO_OPTIONS}
+        defaults["state_dtype"] = checks.name_of(defaults.get("state_dtype", "float32"))
         self._kept: dict[str, BatchPlan] = {}
         self._captured: list[BatchPlan] = []
         params = params if isinstance(params, Tensor) else list(params)  # torch has an error message for a tensor
@@ -83,8 +72,8 @@ class FusedOptimizer(SavedOptimizer):
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError, with name and value, if an option of the group is invalid."""
-        check_common(group)
-        (check_momentum if "momentum_buffer" in self.rule.buffers else check_moments)(group)
+        checks.check_common(group)
+        (checks.check_momentum if "momentum_buffer" in self.rule.buffers else checks.check_moments)(group)
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has: none with ``momentum=0``."""
@@ -104,12 +93,12 @@ class FusedOptimizer(SavedOptimizer):
         add, torchs = super().add_param_group.__func__, torch.optim.Optimizer.add_param_group  # type: ignore[attr-defined]
         (inspect.unwrap(add) if add is torchs else add)(self, param_group)  # its wrapper imports torch._dynamo
         group = self.param_groups[-1]
-        group["state_dtype"] = name_of(group.get("state_dtype", "float32"))
+        group["state_dtype"] = checks.name_of(group.get("state_dtype", "float32"))
         try:
             self.check_group(group)
             check_roundable(self.named_parameters())
-            check_one_norm([self.param_groups[0], group])
-            check_new(group)
+            checks.check_one_norm([self.param_groups[0], group])
+            checks.check_new(group)
             check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()
@@ -134,14 +123,14 @@ class FusedOptimizer(SavedOptimizer):
             check_state(number, param, states[id(param)], self.rule.buffers)
         for group in groups:
             self.check_group(group)
-        check_one_norm(groups)
+        checks.check_one_norm(groups)
         for own, group in zip(self.param_groups, groups, strict=True):
             names = own.get("param_names", group["params"])
             check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
 
     @override
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
-        if is_rounded(group) and name in self.state_names(group):
+        if checks.is_rounded(group) and name in self.state_names(group):
             return torch.bfloat16
         keeps_more = self.rule.wide_states or "master" in state or has_master(group, param)
         return wide(param.dtype) if keeps_more else param.dtype
@@ -251,7 +240,7 @@ class FusedOptimizer(SavedOptimizer):
             self._run(plan, groups, lists, scaling, None, passes="second")
         if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
             torch.autograd.graph.increment_version(params)
-            if is_capturing(params[0]):
+            if checks.is_capturing(params[0]):
                 self._captured.append(plan)  # its buffers must live as long as the graph
 
     def _run(
@@ -287,7 +276,7 @@ class FusedOptimizer(SavedOptimizer):
         if plan is None or not same or not all(map(is_, plan.steps, _steps_of(states))):
             for group in groups:
                 self.check_group(group)  # a program may have changed its options
-            check_one_norm(self.param_groups)
+            checks.check_one_norm(self.param_groups)
             check_tensors(type(self).__name__, params, grads, self.state)  # before anything is written
             check_roundable(self.named_parameters())
             batches = self._batches(groups, params, sizes, known[0])
@@ -314,7 +303,7 @@ class FusedOptimizer(SavedOptimizer):
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
             [rules.index(rule) for rule in rules],
-            [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
+            [(self.state_names(g), g["master_weights"], g["max_grad_norm"], checks.is_rounded(g)) for g in groups],
             sizes,
             [len(state) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
@@ -358,7 +347,7 @@ class FusedOptimizer(SavedOptimizer):
                 positions.append(position)
                 counts[-1] += 1
             segments = list(map(local, mine := [params[position] for position in positions]))
-            rounds = is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
+            rounds = checks.is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
             batches.append(
                 Batch(
                     members=positions,
