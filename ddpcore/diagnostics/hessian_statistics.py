@@ -217,9 +217,7 @@ class HessianStatistics(Observer):
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
                 _spread(learner, vector_P, padded_LP)
-                with passes.at_weights(self._model, learner, mean_LP):
-                    product_LP = passes.hessian_product(learner, self._loss, padded_LP)
-                learner.comm.average_(product_LP).wait()
+                product_LP = passes.hessian_product(self._model, learner, self._loss, mean_LP, padded_LP)
                 rows.append(_real(learner, product_LP[:1])[0])
             return torch.stack(rows)
 

@@ -119,13 +119,18 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     return _unscaled(rows_LP, scale), total
 
 
-def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The Hessian of each learner's own loss times its vector, ``[L, P]``. ValueError if the model is compiled."""
+def hessian_product(
+    model: nn.Module, learner: Learner, loss: Loss, mean_LP: Tensor, vectors_LP: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective.
+
+    ValueError if the model is compiled.
+    """
     rows_LP = torch.zeros_like(vectors_LP)
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
     try:
-        with twice_differentiable():
+        with at_weights(model, learner, mean_LP), twice_differentiable():
             for part in parts_of(loss):
                 gradients = torch.autograd.grad(_scaled(part, scale), parameters, create_graph=True, allow_unused=True)
                 rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
@@ -134,7 +139,7 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
         raise ValueError("hessian=True differentiates twice: full_loss must call the model uncompiled") from error
-    return _unscaled(rows_LP, scale)
+    return learner.average_of(_unscaled(rows_LP, scale))
 
 
 def twice_differentiable() -> AbstractContextManager[None]:

@@ -214,16 +214,13 @@ class LearnerStatistics(Source):
         flat, comm = learner.flat, learner.comm
         n, deviation_LP = comm.num_learners, flat.param_LP - mean_LP
         result = torch.zeros((), dtype=torch.float64, device=deviation_LP.device)
+        scale = scale_of(self._config.scaler, deviation_LP.device)
         for share_n in dynamics.mixtures(n, learner.step):
             shares = share_n[list(comm.learners)].tolist()  # Python numbers: no synchronization with the device
             mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
             vector_LP = learner.average_of(mixed_LP)
-            with passes.at_weights(self._handle.model, learner, mean_LP):
-                product_LP = passes.hessian_product(
-                    learner, loss, vector_LP, scale_of(self._config.scaler, flat.param_LP.device)
-                )
-            product_P = learner.average_of(product_LP)[0]
-            result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
+            product_LP = passes.hessian_product(self._handle.model, learner, loss, mean_LP, vector_LP, scale)
+            result += noise_sums([product_LP[0]], [0, flat.numel])[0, 0, 0] / n
         return result
 
     def _add_products(
