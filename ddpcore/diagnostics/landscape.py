@@ -197,12 +197,7 @@ def landscape(
     check_choice("batch_norm", batch_norm, BATCH_NORM)
     if data.group is not None:
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
-    weights = WeightVector(data.model)
-    if plane.origin_P.shape != weights.values_P.shape:
-        raise ValueError(
-            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
-            "it of the same model"
-        )
+    weights = _weights_of(data.model, plane)
 
     def values_at(points: Sequence[Point]) -> dict[str, list[float]]:
         return _values_at(data, weights, [plane.at(*point) for point in points], batch_norm, curvature)
@@ -221,6 +216,16 @@ def landscape(
     with as_it_was(data.model, weights.values_P.device):  # a DataLoader draws numbers
         _fill(surface, values_at, path, group)
     return surface
+
+
+def _weights_of(model: nn.Module, plane: Plane) -> WeightVector:
+    weights = WeightVector(model)
+    if plane.origin_P.shape != weights.values_P.shape:
+        raise ValueError(
+            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
+            "it of the same model"
+        )
+    return weights
 
 
 def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.dtypes import is_narrow, wide
 from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import Group, State
@@ -29,10 +29,7 @@ from ddpcore.optim.states import (
     check_roundable,
     check_state,
     check_tensors,
-    create_states,
     firsts_of,
-    has_master,
-    split_steps,
 )
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
@@ -132,8 +129,35 @@ class FusedOptimizer(SavedOptimizer):
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
         if checks.is_rounded(group) and name in self.state_names(group):
             return torch.bfloat16
-        keeps_more = self.rule.wide_states or "master" in state or has_master(group, param)
+        keeps_more = self.rule.wide_states or "master" in state or _has_master(group, param)
         return wide(param.dtype) if keeps_more else param.dtype
+
+    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
+        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
+        names = self.state_names(group)
+        if not names and not group["master_weights"]:
+            return
+        state = self.state[param]
+        if _has_master(group, param) and "master" not in state:
+            state["master"] = param.detach().to(torch.float32, copy=True)
+        elif "master" in state and not is_narrow(param.dtype):
+            del state["master"]  # the model had 16 bits before, and no longer needs a master
+        if not names:
+            return
+        missing = [name for name in names if state.get(name) is None]
+        for name in names:
+            dtype = self.state_dtype_of(group, param, name, state)
+            if name in missing:
+                state[name] = torch.zeros_like(param, dtype=dtype)
+            elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
+                state[name] = state[name].to(dtype)
+        if not isinstance(state.get("step"), Tensor | None):
+            state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
+        if missing or "step" not in state:
+            begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
+            if begun not in fresh:
+                fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
+            state["step"] = fresh[begun]
 
     def bind(self, flat: FlatParameters) -> WeightStep:
         """Step flat buffers, of which the parameters are views, from now on. Each learner's row is a set of its own.
@@ -309,6 +333,17 @@ class FusedOptimizer(SavedOptimizer):
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
 
+    def _split_steps(self, members: list[Tensor]) -> None:
+        """Give the members, which take the next step, other step counters than the parameters that skip it."""
+        stepped, state = set(map(id, members)), self.state
+        params = (param for group in self.param_groups for param in group["params"])
+        skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
+        own: dict[Tensor, Tensor] = {}
+        for param in members:
+            step = state[param].get("step") if param in state else None
+            if step is not None and step in skipped:
+                state[param]["step"] = own.setdefault(step, step.clone())
+
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
@@ -318,12 +353,12 @@ class FusedOptimizer(SavedOptimizer):
         owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy
         copies: dict[Any, Tensor] = {}
         position = 0
-        split_steps(self, params)
+        self._split_steps(params)
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             members = params[position : position + size]
             for param in members:
-                create_states(self, groups[index], param, fresh)
+                self.create_states(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])
                 step = state.get("step") if self.state_names(groups[index]) else None
@@ -401,6 +436,11 @@ class AdaptiveOptimizer(FusedOptimizer):
             for (name, param), _ in self.named_parameters()
             if id(param) in rows_of and id(param) in found
         }
+
+
+def _has_master(group: Group, param: Tensor) -> bool:
+    """Whether the group keeps fp32 weights for this parameter."""
+    return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 
 def _steps_of(states: list[State]) -> list[Tensor | None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow, wide
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.optim.checks import Group, State, check_capture, is_capturing, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard
 from ddpcore.parameters.flat import FlatParameters
@@ -27,53 +27,6 @@ from ddpcore.parameters.shards import local
 ELEMENTS = 2**40  # more than a parameter has: the indices of two parameters never overlap
 
 Named = Iterable[tuple[tuple[str | int, Tensor], Group]]
-
-
-def has_master(group: Group, param: Tensor) -> bool:
-    """Whether the group keeps fp32 weights for this parameter."""
-    return bool(group["master_weights"]) and is_narrow(param.dtype)
-
-
-def create_states(optimizer: Any, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-    """Create the missing states of a parameter. Parameters that start together share a step counter of ``fresh``."""
-    names = optimizer.state_names(group)
-    if not names and not group["master_weights"]:
-        return
-    state = optimizer.state[param]
-    if has_master(group, param) and "master" not in state:
-        state["master"] = param.detach().to(torch.float32, copy=True)
-    elif "master" in state and not is_narrow(param.dtype):
-        del state["master"]  # the model had 16 bits before, and no longer needs a master
-    if not names:
-        return
-    missing = [name for name in names if state.get(name) is None]
-    for name in names:
-        keeps_more = optimizer.rule.wide_states or "master" in state
-        dtype = torch.bfloat16 if is_rounded(group) else wide(param.dtype) if keeps_more else param.dtype
-        if name in missing:
-            state[name] = torch.zeros_like(param, dtype=dtype)
-        elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
-            state[name] = state[name].to(dtype)
-    if not isinstance(state.get("step"), Tensor | None):
-        state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
-    if missing or "step" not in state:
-        begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
-        if begun not in fresh:
-            fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
-        state["step"] = fresh[begun]
-
-
-def split_steps(optimizer: Any, members: list[Tensor]) -> None:
-    """Give the members, which take the next step, other step counters than the parameters that skip it."""
-    stepped = set(map(id, members))
-    state = optimizer.state
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
-    own: dict[Tensor, Tensor] = {}
-    for param in members:
-        step = state[param].get("step") if param in state else None
-        if step is not None and step in skipped:
-            state[param]["step"] = own.setdefault(step, step.clone())
 
 
 class SavedOptimizer(torch.optim.Optimizer):

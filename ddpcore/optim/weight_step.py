@@ -19,7 +19,6 @@ from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
-from ddpcore.optim.states import create_states
 from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 
 _gradient_of = attrgetter("grad")
@@ -226,7 +225,7 @@ class _Columns:
             views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
-            create_states(optimizer, group, parameter, fresh)
+            optimizer.create_states(group, parameter, fresh)
             for name, view in views_of_state.items():
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
