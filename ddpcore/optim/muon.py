@@ -49,18 +49,15 @@ class Muon(SavedOptimizer):
     parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
     **Shards.** A parameter may be a DTensor. If one dimension of its mesh divides it, as FSDP2 does, the matrix is
-    gathered on one of these ranks, orthogonalized there, and its shards are sent back: so no rank does the work of
-    another, and an all-to-all each way carries all matrices. If several dimensions divide it, as FSDP2 with tensor
-    parallelism does, all ranks gather the matrix and orthogonalize it.
+    gathered on one of these ranks, orthogonalized there, and its shards are sent back. If several do, as FSDP2 with
+    tensor parallelism, all ranks gather the matrix and orthogonalize it.
 
     **Blocks** (MuonBP: Khaled et al. 2025, arXiv:2510.16981; only its abstract and accounts by others were read). With
     ``period=P`` every P-th step, beginning with the first, is the one above. In the others each rank orthogonalizes its
-    shard as a matrix, with the s of the shard's own shape times ``block_lr``, and nothing is sent. A whole matrix is
-    its one block.
+    shard as a matrix, with the s of the shard's own shape times ``block_lr``, and nothing is sent.
 
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
-    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
-    has no process group: each rank orthogonalizes all matrices.
+    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``.
 
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see

@@ -1,4 +1,4 @@
-"""The states of parameters: their creation, shared step counters, rounding, and checks of those of a file.
+"""The states of parameters in a ``state_dict``: copies, loading by name, the numbers of rounded ones, and checks.
 
 **Rounded states.** With the option ``state_dtype`` momentum and moments are in bfloat16, rounded stochastically. The
 random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter in
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
@@ -101,17 +102,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            result = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        result["state"] = {key: _copied(state) for key, state in result["state"].items()}
-        result["param_groups"] = [_copied(group) for group in result["param_groups"]]
-        for hook in hooks.values():
-            changed = hook(self, result)
-            result = result if changed is None else changed
-        return result
+        return tree_map(_copied, super().state_dict())  # type: ignore[no-any-return]
 
     def _restore(self, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
         steps: dict[Any, Tensor] = {}
@@ -132,8 +123,8 @@ class SavedOptimizer(torch.optim.Optimizer):
                 state["step"] = steps[key]
 
 
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
