@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def _orthogonal(row_P: Tensor, to_P: Tensor) -> Tensor:
 BATCH_NORM = ("eval", "batch", "recalibrate")
 CHUNK = 8  # points that a rank computes before it sends them
 SAVE_SECONDS = 10.0  # from one save of an unfinished landscape to the next
+ValuesAt = Callable[[Sequence[Point]], dict[str, list[float]]]
 Coordinates = Sequence[float] | npt.NDArray[np.float64]
 
 
@@ -198,10 +200,6 @@ def landscape(
     if data.group is not None:
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
     weights = _weights_of(data.model, plane)
-
-    def values_at(points: Sequence[Point]) -> dict[str, list[float]]:
-        return _values_at(data, weights, [plane.at(*point) for point in points], batch_norm, curvature)
-
     settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
@@ -214,7 +212,7 @@ def landscape(
         _resume(surface, path, group)
         path.parent.mkdir(parents=True, exist_ok=True)
     with as_it_was(data.model, weights.values_P.device):  # a DataLoader draws numbers
-        _fill(surface, values_at, path, group)
+        _fill(surface, partial(_values_at, data, plane, weights, batch_norm, curvature), path, group)
     return surface
 
 
@@ -261,12 +259,7 @@ def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
     return row
 
 
-def _fill(
-    surface: Surface,
-    values_at: Callable[[Sequence[Point]], dict[str, list[float]]],
-    path: Path | None,
-    group: dist.ProcessGroup | None,
-) -> None:
+def _fill(surface: Surface, values_at: ValuesAt, path: Path | None, group: dist.ProcessGroup | None) -> None:
     """Compute the points that are missing. Rank r takes every n-th chunk of them."""
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     missing = np.flatnonzero(~surface.done.reshape(-1))
@@ -290,9 +283,10 @@ def _fill(
 
 
 def _values_at(
-    data: DataLoss, weights: WeightVector, rows: Sequence[Tensor], batch_norm: str, curvature: bool
+    data: DataLoss, plane: Plane, weights: WeightVector, batch_norm: str, curvature: bool, points: Sequence[Point]
 ) -> dict[str, list[float]]:
     """The metrics of each point, by name."""
+    rows = [plane.at(*point) for point in points]
     with _modes(data.model, batch_norm):
         found = [_loss_at(data, weights, row, batch_norm) for row in rows]
         values = {"train_loss": [loss for loss, _ in found], "train_acc": [accuracy for _, accuracy in found]}

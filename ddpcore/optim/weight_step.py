@@ -99,8 +99,8 @@ class WeightStep:
 
     def _is_scaled(self) -> bool:
         """Whether ``GradScaler`` leaves unscaling to this step."""
-        found_inf, grad_scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        return found_inf is not None or grad_scale is not None
+        optimizer = self._optimizer
+        return getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
 
     def _apply_average(self) -> None:
         if self._average is not None:
@@ -167,7 +167,7 @@ class WeightStep:
             return [row for begin, end, _ in pieces for row in rows_in(buffer_LP, begin, end)]
 
         weights = rows_of(flat.param_LP)
-        buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
+        buffers = [rows_of(columns.states[name][0]) if name in names else [] for name in optimizer.rule.buffers]
         getattr(ops, optimizer.rule.operator)(
             weights,
             [row for begin, end, rows in pieces for row in rows or rows_in(flat.grad_LP, begin, end)],
@@ -200,29 +200,29 @@ class _Columns:
         self.scratch = torch.zeros(
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
-        # name -> buffer, and by parameter id its view and the address that the view must have
-        self._states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
+        # name -> buffer [L, P], and by parameter id its view and the address that the view must have
+        self.states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
         # The same views and addresses as lists, for some states of some parameters.
         self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
     def take_states(self, names: tuple[str, ...], group: Group, optimizer: Any) -> None:
         """The states of the group's parameters become views of buffers ``[L, P]``."""
-        views_of_all = [pair for _, views in self._states.values() for pair in views.values()]
+        views_of_all = [pair for _, views in self.states.values() for pair in views.values()]
         if any(view.data_ptr() != address for view, address in views_of_all):  # the program has set a state's .data
             self._held.clear()
-            self._states.clear()
+            self.states.clear()
         for name in names:
-            if name not in self._states:
+            if name not in self.states:
                 weights_LP = self._flat.param_LP
                 dtype = wide(weights_LP.dtype) if optimizer.rule.wide_states else weights_LP.dtype
                 buffer_LP = torch.zeros_like(weights_LP, dtype=dtype)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
-                self._states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
+                self.states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
         fresh: dict[tuple[torch.device, float], Tensor] = {}
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
+            views_of_state = {name: self.states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
             optimizer.create_states(group, parameter, fresh)
@@ -230,17 +230,13 @@ class _Columns:
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
 
-    def buffer(self, name: str) -> Tensor:
-        """The buffer ``[L, P]`` of this state."""
-        return self._states[name][0]
-
     def hold(self, names: tuple[str, ...], params: list[Tensor], states: list[Any]) -> bool:
         """Whether these states are views of the buffers already, with one counter of steps."""
         key = (names, *map(id, params))
         if key not in self._held:
-            if any(name not in self._states for name in names):
+            if any(name not in self.states for name in names):
                 return False
-            found = [[self._states[name][1][id(param)] for param in params] for name in names]
+            found = [[self.states[name][1][id(param)] for param in params] for name in names]
             self._held[key] = [([view for view, _ in pairs], [address for _, address in pairs]) for pairs in found]
         try:
             steps = list(map(itemgetter("step"), states))
