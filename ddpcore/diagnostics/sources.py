@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -301,9 +302,7 @@ class PassStatistics(Source):
     ) -> None:
         super().__init__(config, record_buffer)
         self._parameters = parameters
-        self._bounds = [0]
-        for parameter in parameters:
-            self._bounds.append(self._bounds[-1] + parameter.numel())
+        self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
