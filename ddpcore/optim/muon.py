@@ -116,16 +116,8 @@ class Muon(SavedOptimizer):
             raise ValueError(f"ns_dtype is {ns_dtype}: it must be a floating-point dtype")
         if adamw_lr is not None:
             check_number("adamw_lr", adamw_lr)
-        defaults = {
-            **options,
-            "rule": "muon",
-            "split": 1,
-            "batched": None,
-            "period": 1,
-            "block_lr": 1.0,
-            "steps": 0,  # of a group with a period
-        }
-        super().__init__(params, defaults)
+        of_groups = {"rule": "muon", "split": 1, "batched": None, "period": 1, "block_lr": 1.0}
+        super().__init__(params, {**options, **of_groups, "steps": 0})  # steps of a group with a period
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -184,11 +176,11 @@ class Muon(SavedOptimizer):
         self.note_capture()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
-        groups = [group for group in self.param_groups if group["rule"] == "muon"]
         matrices: list[Matrix] = []
         members: list[Divided] = []
-        for group in groups:
-            self._add_members(group, matrices, members)
+        for group in self.param_groups:
+            if group["rule"] == "muon":
+                self._add_members(group, matrices, members)
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
             decay_and_add_(matrix.param, matrix.upright(update), matrix.group, matrix.scale * matrix.factor)
         self._step_shards([member for member in members if len(member.shards) == 1])
