@@ -236,19 +236,9 @@ def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> 
     with extra("train"):
         from scipy.linalg import eigh_tridiagonal  # noqa: PLC0415
     steps = min(steps, operator.numel)
-    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
-    generator = torch.Generator().manual_seed(seed)
-    for probe, (diagonal, beside) in enumerate(zip(*_tridiagonal(operator, num, steps, generator), strict=True)):
-        nodes[probe], columns = eigh_tridiagonal(diagonal, beside)
-        weights[probe] = columns[0] ** 2
-    return SpectralDensity(nodes=nodes, weights=weights)
-
-
-def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
-    """The Lanczos matrices of ``num`` random start vectors: diagonals ``[num, M]``, off-diagonals ``[num, M - 1]``."""
-    vectors_KP = operator.directions(num, generator)
+    vectors_KP = operator.directions(num, torch.Generator().manual_seed(seed))
     basis: Any = []  # of tensors [K, P]
-    diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))
+    diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))  # of the Lanczos matrices
     for step in range(steps):
         basis.append(vectors_KP)
         next_KP = operator(vectors_KP)
@@ -262,4 +252,8 @@ def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Gene
         beside[:, step] = norms_K1[:, 0].double().cpu().numpy()
         # A zero norm: the Krylov space is complete. Any direction may follow, with the weight zero.
         vectors_KP = torch.where(norms_K1 > 0, next_KP / norms_K1.clamp(min=torch.finfo(next_KP.dtype).tiny), 0.0)
-    return diagonal, beside
+    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
+    for probe in range(num):
+        nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe])
+        weights[probe] = columns[0] ** 2
+    return SpectralDensity(nodes=nodes, weights=weights)

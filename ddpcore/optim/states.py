@@ -1,10 +1,8 @@
 """The states of parameters in a ``state_dict``: copies, loading by name, the numbers of rounded ones, and checks.
 
 **Rounded states.** With the option ``state_dtype`` momentum and moments are in bfloat16, rounded stochastically. The
-random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter in
-the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
-flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
-and gradients keep the same weights. The shards of a DTensor have ranges of places that do not overlap.
+random bits of an element depend on the steps and the number of its parameter in the optimizer, and on its place in
+memory. So every rank and every virtual learner draws the same ones (docs/optimizers.md).
 """
 
 from __future__ import annotations
