@@ -228,7 +228,8 @@ class Muon(SavedOptimizer):
             elif momentum.numel():
                 factor = group["block_lr"] if shards else 1.0
                 parts = [parts_of(tensor, group) for tensor in (local(param), grad, momentum)]
-                matrices += [Matrix(*three, group, dtype, factor) for three in zip(*parts, strict=True)]
+                for weights, of_grad, of_momentum in zip(*parts, strict=True):
+                    matrices.append(Matrix(weights, of_grad, of_momentum, group, dtype, factor))
 
     def _step_shards(self, members: list[Divided]) -> None:
         """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""

@@ -100,7 +100,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
-        return tree_map(_copied, super().state_dict())  # type: ignore[no-any-return]
+        result: dict[str, Any] = tree_map(_copied, super().state_dict())
+        return result
 
     def _restore(self, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
         steps: dict[Any, Tensor] = {}

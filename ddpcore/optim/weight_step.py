@@ -120,7 +120,7 @@ class WeightStep:
             return None
         if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._covers_all_learners(params):
             return None
-        names = optimizer.state_names(group)
+        names: tuple[str, ...] = optimizer.state_names(group)
         if not names:
             return names
         assert self._columns is not None
