@@ -122,7 +122,7 @@ class FusedOptimizer(SavedOptimizer):
             self.check_group(group)
         checks.check_one_norm(groups)
         for own, group in zip(self.param_groups, groups, strict=True):
-            names = own.get("param_names", group["params"])
+            names = own["param_names"] if "param_names" in own else group["params"]
             check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
 
     @override
