@@ -28,7 +28,6 @@ def contenders(name: str, num_samples: int) -> list[Callable[[], object]]:
     data = DataLoss(model, F.cross_entropy, [batch])
     hessian = Hessian(model, data)
     vectors = torch.randn(8, hessian.numel)
-    hessian.product(vectors)  # chooses vmap or a loop
 
     def gradient() -> tuple[Tensor, ...]:
         return torch.autograd.grad(sum(data()), [*model.parameters()])

@@ -1,31 +1,21 @@
 r"""The motion of the learners' mean weights, and the effect of the distances between learners on this motion.
 
 The equations are from section 2 of "Why does decentralized training outperform synchronous training in the large batch
-setting?" (Zhang et al. 2020). The mean weights w_a move by ``a g_a``: a is the learning rate, and g_a the mean of the
-learners' gradients. Let g be the gradient of the full loss at w_a. The motion is the sum of ``a_e g`` and a vector that
-is orthogonal to g and has squared norm D:
+setting?" (Zhang et al. 2020); docs/noise_statistics.md discusses them. The mean weights w_a move by ``a g_a``: a is the
+learning rate, and g_a the mean of the learners' gradients. g is the gradient of the full loss at w_a. The motion is the
+sum of ``a_e g`` and a vector that is orthogonal to g and has squared norm D:
 
     a_e = a g_a.g / |g|^2            D = a^2 |g_a|^2 - a_e^2 |g|^2
 
 k_j is the gradient of learner j's mini-batch at w_a, k the mean of the k_j, and ``d = g_a - k`` the effect of the
 learners' distances. ``D_S = a^2 |k|^2 - (a k.g / |g|)^2`` is the noise of synchronous SGD, and ``D2 = a^2 |d|^2`` the
-landscape-dependent noise. The part of d along g reduces a_e. The part of d orthogonal to g adds noise; the squared norm
-of a times this part is ``D2 - (a d.g / |g|)^2``. Averaged over many mini-batches, D is the sum of this squared norm and
-D_S. In a single step D also contains a mixed term: twice the inner product of the parts of ``a k`` and ``a d`` that are
-orthogonal to g.
+landscape-dependent noise. Averaged over many mini-batches, D is D_S plus ``D2 - (a d.g / |g|)^2``.
 
-H_j is the Hessian of learner j's mini-batch, H the mean of the H_j, and ``x_j = w_j - w_a``. To first order d is
-``1/n sum_j (H_j - H) x_j``, because the x_j sum to zero. For independent mini-batches
-``E D2 = a^2 / n^2 sum_j E |(H_j - H) x_j|^2``. Equation 4 is ``a^2 tr(H C H) = a^2 / n^2 sum_j |H x_j|^2``, with
-``C = n^-2 sum_j x_j x_j^T``. ``E D2`` and equation 4 are equal if ``E (H_j - H)^2 = H^2``. Equation 4 is too large if
-the H_j vary less, and too small if they vary more.
-
-In equation 4, H is the Hessian of the full loss. Each learner computes a share of that loss, so a product with H is the
-mean over all shares of the products of each share's Hessian with the same vector. (If each share used its learner's own
-x_j, the result would also contain the variation between shares.) The x_j sum to zero, so n - 1 linear combinations of
-them suffice: if the n - 1 vectors u_k are orthonormal and orthogonal to the vector of ones,
-``sum_j |H x_j|^2 = sum_k |H sum_j u_kj x_j|^2``. If K of the combinations are drawn at random, the sum over them times
-``(n - 1) / K`` is an unbiased estimate.
+Equation 4 is ``a^2 tr(H C H) = a^2 / n^2 sum_j |H x_j|^2``, with the Hessian H of the full loss,
+``x_j = w_j - w_a`` and ``C = n^-2 sum_j x_j x_j^T``. A product with H is the mean over all shares of the loss,
+each of the same vector. The x_j sum to zero, so n - 1 combinations of them suffice: if the n - 1 vectors u_k are
+orthonormal and orthogonal to the vector of ones, ``sum_j |H x_j|^2 = sum_k |H sum_j u_kj x_j|^2``. If K of the
+combinations are drawn at random, the sum over them times ``(n - 1) / K`` is an unbiased estimate.
 
 Shapes: this process holds L of n learners; a learner's row has P elements; there are K directions.
 """

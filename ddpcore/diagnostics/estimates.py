@@ -6,15 +6,12 @@ B_big = n b:
 
     |G|^2 = (n l - s) / (n - 1),    tr S = b n (s - l) / (n - 1),    noise scale B = tr S / |G|^2
 
-The estimates of numerator and denominator are unbiased. Both are averaged over steps before the division, because the
-ratio of one step has no expectation. B gives the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020,
-section 3): a step with n learners is worth r steps with one. It also gives Pollux's statistical efficiency r / n (Qiao
-et al. 2021, equation 7).
+Both estimates are averaged over steps before the division, because the ratio of one step has no expectation. B gives
+the gain of AdaScale, ``r = n (B + b) / (B + n b)`` (Johnson et al. 2020, section 3), and Pollux's statistical
+efficiency r / n (Qiao et al. 2021, equation 7).
 
-Batches from one permutation of an epoch share no sample, so they are slightly correlated: the expected inner product of
-two batches is ``|G|^2 - tr S / N``, with N samples in the data set and their covariance S with divisor N - 1. So
-``tr S / N`` is added if N is given; without it the estimate would be ``B / (1 - B / N)``. The correction is ``W / N``
-too large if tr S contains a variance W that is drawn anew each time a sample is used (augmentation, dropout).
+The expected inner product of two batches from one permutation of N samples is ``|G|^2 - tr S / N``, with the divisor
+N - 1 of S. So ``tr S / N`` is added if N is given; docs/noise_statistics.md says when this is too much.
 
 Shapes: T steps, S segments.
 """

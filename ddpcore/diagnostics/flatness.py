@@ -77,11 +77,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
     Raises:
         ValueError: no parameter needs a gradient, or the loss is not one number with a graph.
     """
-    with twice_differentiable():
-        return _measures(Hessian(model, loss), loss, seed)
-
-
-def _measures(hessian: Hessian, loss: Loss, seed: int) -> Flatness:
+    hessian = Hessian(model, loss)
     weights_P, loss_at = hessian.weights.values_P, hessian.weights.loss_at
     sizes_P = weights_P.abs()
 
@@ -89,21 +85,22 @@ def _measures(hessian: Hessian, loss: Loss, seed: int) -> Flatness:
         return sizes_P * hessian.product(sizes_P * vector_P)
 
     draw: Any = {"size": sizes_P.shape, "generator": torch.Generator().manual_seed(seed), "device": "cpu"}
-    signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
-    traces = [float(sign_P.double() @ relative(sign_P).double()) for sign_P in signs]
-    before = loss_at(weights_P, loss)
-    noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
-    increases = [loss_at(weights_P + STRENGTH * sizes_P * x_P, loss) - before for x_P in noises]
-    start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
-    return Flatness(
-        loss=before,
-        hessian_eigenvalue=_largest_eigenvalue(hessian.product, weights_P, start),
-        relative_eigenvalue=_largest_eigenvalue(relative, sizes_P, start),
-        relative_trace=float(np.mean(traces)),
-        relative_trace_error=float(np.std(traces, ddof=1) / NUM_PROBES**0.5),
-        loss_increase=float(np.mean(increases)),
-        loss_increase_error=float(np.std(increases, ddof=1) / NUM_PROBES**0.5),
-    )
+    with twice_differentiable():  # also the losses: fused kernels of attention have other bits
+        signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
+        traces = [float(sign_P.double() @ relative(sign_P).double()) for sign_P in signs]
+        before = loss_at(weights_P, loss)
+        noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
+        increases = [loss_at(weights_P + STRENGTH * sizes_P * x_P, loss) - before for x_P in noises]
+        start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
+        return Flatness(
+            loss=before,
+            hessian_eigenvalue=_largest_eigenvalue(hessian.product, weights_P, start),
+            relative_eigenvalue=_largest_eigenvalue(relative, sizes_P, start),
+            relative_trace=float(np.mean(traces)),
+            relative_trace_error=float(np.std(traces, ddof=1) / NUM_PROBES**0.5),
+            loss_increase=float(np.mean(increases)),
+            loss_increase_error=float(np.std(increases, ddof=1) / NUM_PROBES**0.5),
+        )
 
 
 def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, start: np.ndarray) -> float:

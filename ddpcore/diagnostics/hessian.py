@@ -6,7 +6,6 @@ Shapes: P elements of all parameters that need a gradient, K vectors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 from ddpcore.diagnostics import spectra
 from ddpcore.diagnostics.passes import Loss, as_it_was, part_products, parts_of, twice_differentiable
 from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
-from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap, sum_over
+from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
 from ddpcore.options.typed import check_range
-
-AT_ONCE = 8  # vectors that vmap takes at a time, which bounds its memory
 
 
 class Hessian:
@@ -35,7 +32,6 @@ class Hessian:
             a :class:`DataLoss` and a model that returns one tensor.
         group: a process group. The loss is the sum of all ranks' losses: give :class:`DataLoss` the same group. A
             product takes one all-reduce. All ranks must hold the same weights, and call the same methods.
-        vectorize: whether several vectors run in one pass of ``vmap``: True, False, or ``"measure"`` the first time.
 
     Raises:
         ValueError: no parameter needs a gradient, or the arguments do not fit together.
@@ -48,18 +44,13 @@ class Hessian:
         *,
         gauss_newton: bool = False,
         group: dist.ProcessGroup | None = None,
-        vectorize: bool | str = "measure",
     ) -> None:
-        if vectorize not in (True, False, "measure"):
-            raise ValueError(f"vectorize is {vectorize!r}: it must be True, False or 'measure'")
         if gauss_newton and not isinstance(loss, DataLoss):
             raise ValueError("gauss_newton=True needs the outputs of the model: pass loss=DataLoss(...)")
         if isinstance(loss, DataLoss) and loss.group is not group:
             raise ValueError("DataLoss and Hessian have different process groups: pass the same group= to both")
         self.weights = WeightVector(model)
-        self._model, self._loss, self._group = model, loss, group
-        self._gauss_newton = gauss_newton
-        self._vectorize = None if vectorize == "measure" else bool(vectorize)
+        self._model, self._loss, self._group, self._gauss_newton = model, loss, group, gauss_newton
 
     @property
     def numel(self) -> int:
@@ -124,31 +115,23 @@ class Hessian:
 
     def operator(self) -> spectra.Operator:
         """The Hessian as an operator, for the functions of :mod:`ddpcore.diagnostics.spectra`."""
-        return spectra.Operator(product=self.product, numel=self.numel, like=self.weights.values_P)
+        return spectra.Operator(product=self.product, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:
-        if self._vectorize is None and len(rows_KP) > 1:
-            looped, in_vmap = (partial(self._products_by, rows_KP, vectorize) for vectorize in (False, True))
-            looped_KP, self._vectorize = faster_in_vmap(looped, in_vmap, lambda *_: True, self._group, rows_KP.device)
-            return looped_KP
-        return self._products_by(rows_KP, bool(self._vectorize))
-
-    def _products_by(self, rows_KP: Tensor, vectorize: bool) -> Tensor:
         results_KP = torch.zeros_like(rows_KP)
         views, vectors = self.weights.views(results_KP), self.weights.views(rows_KP)
         with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable():
-            for found in self._parts(vectors, vectorize):
+            for found in self._parts(vectors):
                 for view, products in zip(views, found, strict=True):
                     if products is not None:
                         view += products
         return results_KP
 
-    def _parts(self, vectors: Sequence[Tensor], vectorize: bool) -> Iterator[Sequence[Tensor | None]]:
-        at_once = AT_ONCE if vectorize else 0
+    def _parts(self, vectors: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
         if not self._gauss_newton:
             for part in parts_of(self._loss):
                 gradients = torch.autograd.grad(part, self.weights.parameters, create_graph=True, allow_unused=True)
-                yield part_products(gradients, self.weights.parameters, vectors, at_once)
+                yield part_products(gradients, self.weights.parameters, vectors)
             return
         assert isinstance(self._loss, DataLoss)
         for share, inputs, targets in self._loss.weighted():

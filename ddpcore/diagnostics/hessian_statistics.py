@@ -127,7 +127,7 @@ class HessianStatistics(Observer):
         else:
             if optimizer is None:
                 raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-            self._hessian = Hessian(self._model, loss, vectorize=False)
+            self._hessian = Hessian(self._model, loss)
             check_range("top", top, most=self._hessian.numel - 1)
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 
@@ -170,7 +170,7 @@ class HessianStatistics(Observer):
         noise = None
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
-            noise = self._shares(learner, own_LP - passes.average(learner, own_LP), top_kP)
+            noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
         return self._record(learner.step + 1, found, problem, begin, distance, noise, penalty)
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
@@ -217,13 +217,11 @@ class HessianStatistics(Observer):
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
                 _spread(learner, vector_P, padded_LP)
-                with passes.at_weights(self._model, learner, mean_LP):
-                    product_LP = passes.hessian_product(learner, self._loss, padded_LP)
-                learner.comm.average_(product_LP).wait()
+                product_LP = passes.hessian_product(self._model, learner, self._loss, mean_LP, padded_LP)
                 rows.append(_real(learner, product_LP[:1])[0])
             return torch.stack(rows)
 
-        return spectra.Operator(product=product, numel=len(like), like=like)
+        return spectra.Operator(product=product, like=like)
 
     @staticmethod
     def _shares(learner: Learner, apart_LP: Tensor, vectors_kP: Tensor) -> _Share:

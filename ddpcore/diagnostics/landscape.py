@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.spectra import Eigenvalues, NotConverged, NotFinite
-from ddpcore.diagnostics.weights import DataLoss, WeightVector, faster_in_vmap
+from ddpcore.diagnostics.weights import DataLoss, WeightVector
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.options.typed import check_choice
 from ddpcore.parameters.normalization import is_normalization
@@ -140,10 +140,8 @@ def _filter_normalized(weights: WeightVector, still: AbstractSet[int], generator
     row_P = torch.zeros_like(weights.values_P)
     views = zip(weights.parameters, weights.views(row_P), weights.views(weights.values_P), strict=True)
     for parameter, view, own in views:
-        drawn = torch.randn(own.shape, generator=generator, device="cpu", dtype=torch.float32).to(
-            own
-        )  # also for those that do not move
-        if own.dim() > 1 and id(parameter) not in still:
+        drawn = torch.randn(own.shape, generator=generator, device="cpu", dtype=torch.float32).to(own)
+        if own.dim() > 1 and id(parameter) not in still:  # all are drawn, also those that do not move
             norms = [slices.flatten(1).norm(dim=1) for slices in (own, drawn)]
             factors = norms[0] / norms[1].clamp(min=torch.finfo(own.dtype).tiny)
             view.copy_(drawn * factors.view(-1, *[1] * (own.dim() - 1)))
@@ -157,8 +155,9 @@ def _orthogonal(row_P: Tensor, to_P: Tensor) -> Tensor:
 
 
 BATCH_NORM = ("eval", "batch", "recalibrate")
-CHUNK = 8  # points that vmap takes at a time
+CHUNK = 8  # points that a rank computes before it sends them
 SAVE_SECONDS = 10.0  # from one save of an unfinished landscape to the next
+ValuesAt = Callable[[Sequence[Point]], dict[str, list[float]]]
 Coordinates = Sequence[float] | npt.NDArray[np.float64]
 
 
@@ -172,7 +171,6 @@ def landscape(
     curvature: bool = False,
     out: str | Path | None = None,
     group: dist.ProcessGroup | None = None,
-    vectorize: bool | str = "measure",
 ) -> Surface:
     """Compute loss and accuracy at each point (x, y) of a plane (Li et al. 2018).
 
@@ -191,20 +189,17 @@ def landscape(
         out: an HDF5 file (extra ``train``), saved every ten seconds. If it exists, its finished points are kept. It has
             a hash of the samples, the buffers and the plane, but not of the loss function.
         group: ranks that share the points. Each of them must hold all samples.
-        vectorize: whether several points run in one pass of ``vmap``: True, False, or ``"measure"`` at the first
-            points. vmap is not possible with ``batch`` and ``recalibrate``, and if the loss function reads weights of
-            the model.
 
     Returns:
         The surface, on every rank.
 
     Raises:
-        ValueError: the arguments do not fit together, ``out`` holds another landscape, or vmap gives another loss.
+        ValueError: the arguments do not fit together, or ``out`` holds another landscape.
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
     if data.group is not None:
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
-    points = _Points(data, plane, batch_norm, curvature, group, vectorize)
+    weights = _weights_of(data.model, plane)
     settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
@@ -216,9 +211,19 @@ def landscape(
     if path is not None:
         _resume(surface, path, group)
         path.parent.mkdir(parents=True, exist_ok=True)
-    with as_it_was(data.model, points.weights.values_P.device):  # a DataLoader draws numbers
-        _fill(surface, points, path, group)
+    with as_it_was(data.model, weights.values_P.device):  # a DataLoader draws numbers
+        _fill(surface, partial(_values_at, data, plane, weights, batch_norm, curvature), path, group)
     return surface
+
+
+def _weights_of(model: nn.Module, plane: Plane) -> WeightVector:
+    weights = WeightVector(model)
+    if plane.origin_P.shape != weights.values_P.shape:
+        raise ValueError(
+            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
+            "it of the same model"
+        )
+    return weights
 
 
 def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:
@@ -254,7 +259,7 @@ def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
     return row
 
 
-def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.ProcessGroup | None) -> None:
+def _fill(surface: Surface, values_at: ValuesAt, path: Path | None, group: dist.ProcessGroup | None) -> None:
     """Compute the points that are missing. Rank r takes every n-th chunk of them."""
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     missing = np.flatnonzero(~surface.done.reshape(-1))
@@ -265,7 +270,7 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
         try:
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
-                found = points.at([surface.point(index) for index in own])
+                found = values_at([surface.point(index) for index in own])
                 for indices, values in _gathered(group, (own.tolist(), found)):
                     surface.store(indices, values)
                     progress.advance(len(indices), "")
@@ -277,116 +282,50 @@ def _fill(surface: Surface, points: _Points, path: Path | None, group: dist.Proc
                 write_surface(path, surface)
 
 
-@dataclass
-class _Points:
-    """Computes the metrics of some points."""
+def _values_at(
+    data: DataLoss, plane: Plane, weights: WeightVector, batch_norm: str, curvature: bool, points: Sequence[Point]
+) -> dict[str, list[float]]:
+    """The metrics of each point, by name."""
+    rows = [plane.at(*point) for point in points]
+    with _modes(data.model, batch_norm):
+        found = [_loss_at(data, weights, row, batch_norm) for row in rows]
+        values = {"train_loss": [loss for loss, _ in found], "train_acc": [accuracy for _, accuracy in found]}
+        if curvature:
+            ends = [_ends_at(data, weights, row, batch_norm) for row in rows]
+            values |= {"max_eig": [high for high, _ in ends], "min_eig": [low for _, low in ends]}
+    return values
 
-    data: DataLoss
-    plane: Plane
-    batch_norm: str
-    curvature: bool
-    group: dist.ProcessGroup | None
-    vectorize: bool | str
-    weights: WeightVector = field(init=False)
-    checked: bool = False  # vmap has given the loss that the first point has alone
 
-    def __post_init__(self) -> None:
-        self.weights = WeightVector(self.data.model)
-        if self.plane.origin_P.shape != self.weights.values_P.shape:
-            raise ValueError(
-                f"the plane is of a model with {self.plane.origin_P.numel()} parameters, and this one has "
-                f"{self.weights.numel}: make it of the same model"
-            )
-        if self.vectorize not in (True, False, "measure"):
-            raise ValueError(f"vectorize is {self.vectorize!r}: it must be True, False or 'measure'")
-        if self.batch_norm != "eval":
-            if self.vectorize is True:
-                raise ValueError(f"batch_norm={self.batch_norm!r} cannot run in vmap: leave vectorize out")
-            self.vectorize = False
+@contextmanager
+def _at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> Iterator[None]:
+    """Inside, the model has the weights of a point, and their batch statistics for ``recalibrate``."""
+    with weights.at(row_P), as_it_was(data.model, row_P.device):
+        if batch_norm == "recalibrate":
+            with torch.no_grad():
+                recalibrate(data.model, (inputs for _, inputs, _ in data.weighted()))
+        yield
 
-    def at(self, points: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
-        """The metrics of each point, by name."""
-        rows = [self.plane.at(*point) for point in points]
-        with _modes(self.data.model, self.batch_norm):
-            found = self._losses(rows)
-            values = {"train_loss": [loss for loss, _ in found], "train_acc": [accuracy for _, accuracy in found]}
-            if self.curvature:
-                ends = [self._ends(row) for row in rows]
-                values |= {"max_eig": [high for high, _ in ends], "min_eig": [low for _, low in ends]}
-        return values
 
-    def _losses(self, rows: list[Tensor]) -> list[tuple[float, float]]:
-        if self.vectorize == "measure":
-            looped, in_vmap = partial(self._looped, rows), partial(self._in_vmap, rows)
-            device = self.weights.values_P.device
-            found, self.vectorize = faster_in_vmap(looped, in_vmap, self._alike, self.group, device)
-            return found
-        if not (self.vectorize and rows):
-            return self._looped(rows)
-        found = self._in_vmap(rows)
-        if not self.checked and not self._alike([self._alone(rows[0])], found[:1]):
-            raise ValueError(
-                "vmap gives another loss: the loss function reads weights of the model, leave out vectorize"
-            )
-        self.checked = True
-        return found
-
-    def _looped(self, rows: list[Tensor]) -> list[tuple[float, float]]:
-        return [self._alone(row) for row in rows]
-
-    def _alike(self, points: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-        """Whether the losses are equal, except for rounding."""
-        one, other = ([loss for loss, _ in each] for each in (points, others))
-        rtol = torch.finfo(self.weights.values_P.dtype).eps ** 0.5
-        return bool(np.allclose(one, other, rtol=rtol, atol=1e-6, equal_nan=True))
-
-    @torch.no_grad()
-    def _alone(self, row_P: Tensor) -> tuple[float, float]:
-        data, model = self.data, self.data.model
-        with self.weights.at(row_P), as_it_was(model, row_P.device):
-            if self.batch_norm == "recalibrate":
-                self._recalibrate()
-            sums = torch.zeros(2, dtype=torch.float64, device="cpu")
-            for share, inputs, targets in data.weighted():
-                outputs = data.outputs(inputs)
-                loss = data.loss_fn(outputs, targets).double()
-                sums += share * torch.stack([loss.cpu(), _accuracy(outputs, targets).cpu()])
-        return float(sums[0]), float(sums[1])
-
-    @torch.no_grad()
-    def _recalibrate(self) -> None:
-        recalibrate(self.data.model, (inputs for _, inputs, _ in self.data.weighted()))
-
-    @torch.no_grad()
-    def _in_vmap(self, rows: list[Tensor]) -> list[tuple[float, float]]:
-        if not rows:
-            return []
-        data, model = self.data, self.data.model
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        stacks = dict(zip(names, self.weights.typed_views(torch.stack(rows)), strict=True))
-        sums = torch.zeros(2, len(rows), dtype=torch.float64, device="cpu")
+@torch.no_grad()
+def _loss_at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> tuple[float, float]:
+    """Loss and accuracy."""
+    with _at(data, weights, row_P, batch_norm):
+        sums = torch.zeros(2, dtype=torch.float64, device="cpu")
         for share, inputs, targets in data.weighted():
-            arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
+            outputs = data.outputs(inputs)
+            loss = data.loss_fn(outputs, targets).double()
+            sums += share * torch.stack([loss.cpu(), _accuracy(outputs, targets).cpu()])
+    return float(sums[0]), float(sums[1])
 
-            def both(weights: Any, arguments: Any = arguments, targets: Any = targets) -> tuple[Tensor, Tensor]:
-                outputs = torch.func.functional_call(model, weights, tuple(arguments))
-                return data.loss_fn(outputs, targets).double(), _accuracy(outputs, targets)
 
-            with as_it_was(model, stacks[names[0]].device):
-                losses, accuracies = torch.vmap(both, randomness="same")(stacks)
-            sums += share * torch.stack([losses, accuracies]).cpu()
-        return list(zip(sums[0].tolist(), sums[1].tolist(), strict=True))
-
-    def _ends(self, row_P: Tensor) -> tuple[float, float]:
-        """The largest and the smallest eigenvalue of the Hessian; NaN where a product is not finite."""
-        with self.weights.at(row_P), as_it_was(self.data.model, row_P.device):
-            if self.batch_norm == "recalibrate":
-                self._recalibrate()
-            try:
-                values = Hessian(self.data.model, self.data, vectorize=False).eigenvalues().values
-            except (NotFinite, NotConverged):
-                return float("nan"), float("nan")
-        return float(values[0]), float(values[-1])
+def _ends_at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> tuple[float, float]:
+    """The largest and the smallest eigenvalue of the Hessian; NaN where a product is not finite."""
+    with _at(data, weights, row_P, batch_norm):
+        try:
+            values = Hessian(data.model, data).eigenvalues().values
+        except (NotFinite, NotConverged):
+            return float("nan"), float("nan")
+    return float(values[0]), float(values[-1])
 
 
 def _accuracy(outputs: Any, targets: Any) -> Tensor:

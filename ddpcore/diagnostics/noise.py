@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddpcore.diagnostics import dynamics
 from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of
 from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
 from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
@@ -77,6 +79,7 @@ class NoiseStatistics:
         max_grad_norm: float | None = None,
         loss_divisor: float = 1.0,
     ) -> None:
+        given = locals()
         for name, value, least in (("every", every, 1), ("batch_size", batch_size, 1), ("directions", directions, 0)):
             check_range(name, typed(name, value, int), least=least)
         check_range("population", typed("population", population, int | None), least=2)
@@ -85,17 +88,7 @@ class NoiseStatistics:
         if hessian and full_loss is None:
             raise ValueError("hessian=True takes the curvature of the full loss: pass full_loss=")
         self.every, self.batch_size = every, batch_size
-        config = MeasurementConfig(
-            every=every,
-            loss=loss,
-            full_loss=full_loss,
-            hessian=hessian,
-            directions=directions,
-            full_batch=full_batch,
-            max_grad_norm=max_grad_norm,
-            scaler=scaler,
-            loss_divisor=loss_divisor,
-        )
+        config = MeasurementConfig(**{option.name: given[option.name] for option in fields(MeasurementConfig)})
         hooked = _hooked(handle, optimizer, config)
         named = [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]
         if not named:
@@ -105,6 +98,7 @@ class NoiseStatistics:
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
         series = Series(batch_size, names, per_segment, population)
         self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
+        self._learner = None if hooked is None else hooked.learner
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
             parameters = [parameter for _, parameter in named]
@@ -126,11 +120,12 @@ class NoiseStatistics:
         Raises:
             ValueError: there is only one learner, or learners are sharded.
         """
-        if isinstance(self._source, PassStatistics):
+        if self._learner is None:
             raise ValueError("one learner has no covariance: take more learners")
-        if self._source.is_sharded:
+        weights_LP = self._learner.flat.param_LP
+        if self._learner.flat.shards is not None:
             raise ValueError("learners are sharded, and no rank holds a whole vector: measure models that are whole")
-        return self._source.directions(num)
+        return dynamics.directions(weights_LP, self._learner.average_of(weights_LP)[0], self._learner.comm, num)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums of past steps, which later noise scales average. Waits for the device."""

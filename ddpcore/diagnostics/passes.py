@@ -93,12 +93,7 @@ def at_weights(
     """In the ``with`` block, the model's parameters point to other weights, and the strategy's hooks are paused.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
-
-    Args:
-        model: the trained model.
-        learner: its learners.
-        weights_LP: the other weights.
-        random_state: initial random state of the passes; None: the current one.
+    ``random_state`` is that of the passes; None: the current one.
     """
     learner.hooks_paused = True
     try:
@@ -124,17 +119,18 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     return _unscaled(rows_LP, scale), total
 
 
-def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The Hessian of each learner's own loss times its vector, ``[L, P]``.
+def hessian_product(
+    model: nn.Module, learner: Learner, loss: Loss, mean_LP: Tensor, vectors_LP: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective.
 
-    Raises:
-        ValueError: the loss uses a compiled model, which has no second derivatives.
+    ValueError if the model is compiled.
     """
     rows_LP = torch.zeros_like(vectors_LP)
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
     try:
-        with twice_differentiable():
+        with at_weights(model, learner, mean_LP), twice_differentiable():
             for part in parts_of(loss):
                 gradients = torch.autograd.grad(_scaled(part, scale), parameters, create_graph=True, allow_unused=True)
                 rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
@@ -143,7 +139,7 @@ def hessian_product(learner: Learner, loss: Loss, vectors_LP: Tensor, scale: Ten
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
         raise ValueError("hessian=True differentiates twice: full_loss must call the model uncompiled") from error
-    return _unscaled(rows_LP, scale)
+    return learner.average_of(_unscaled(rows_LP, scale))
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
@@ -155,40 +151,26 @@ def twice_differentiable() -> AbstractContextManager[None]:
 
 
 def part_products(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor], at_once: int = 0
+    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter.
+    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter ``[*S]``.
 
     Of the gradients of a loss these are products with its Hessian (Pearlmutter 1994). The loss must be computed inside
     :func:`twice_differentiable`.
 
-    Args:
-        gradients: of one part of a loss, with a graph; None for a parameter that it does not use.
-        parameters: one per gradient.
-        vectors: ``[K, *S]`` per parameter of shape S.
-        at_once: how many vectors one pass of vmap takes; 0 runs one after the other, without vmap.
-
-    Returns:
-        None for a parameter if autograd knows that its products are zero.
+    A gradient is None for a parameter that the loss does not use, and a product where autograd knows that it is zero.
     """
     live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
     if not live:  # the loss is linear in its weights
         return [None] * len(parameters)
-    outputs, along = [g for g, _ in live], [v for _, v in live]
-    num = len(along[0])
+    outputs, num = [g for g, _ in live], len(live[0][1])
     rows = [
         torch.autograd.grad(
-            outputs,
-            parameters,
-            [v[begin : begin + at_once] if at_once else v[begin] for v in along],
-            retain_graph=begin + max(at_once, 1) < num,
-            allow_unused=True,
-            is_grads_batched=at_once > 0,
+            outputs, parameters, [v[index] for _, v in live], retain_graph=index + 1 < num, allow_unused=True
         )
-        for begin in range(0, num, max(at_once, 1))
+        for index in range(num)
     ]
-    join = torch.cat if at_once else torch.stack
-    return [None if column[0] is None else join(column) for column in zip(*rows, strict=True)]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:
@@ -204,13 +186,6 @@ def scale_left(optimizer: torch.optim.Optimizer) -> Tensor | float:
     """The factor of the gradients that ``GradScaler.step`` leaves to an optimizer that unscales them itself, else 1."""
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else scale
-
-
-def average(learner: Learner, rows_LP: Tensor) -> Tensor:
-    """A copy of rows that holds their mean over all learners in each row. Collective."""
-    average_LP = rows_LP.clone()
-    learner.comm.average_(average_LP).wait()
-    return average_LP
 
 
 def parts_of(loss: Loss) -> Iterator[Tensor]:

@@ -69,14 +69,7 @@ class NoiseRecord:
 
 
 class Series:
-    """The sums of the last steps, and the noise scales that they give.
-
-    Args:
-        batch_size: b.
-        names: of the segments.
-        per_segment: whether to estimate each segment too.
-        population: as of :class:`ddpcore.diagnostics.NoiseStatistics`.
-    """
+    """The sums of the last steps, by the names of the segments, and the noise scales that they give."""
 
     def __init__(
         self, batch_size: int, names: Sequence[str], per_segment: bool = True, population: int | None = None
@@ -205,13 +198,7 @@ class Measured:
 
 
 class RecordBuffer:
-    """Keeps measured steps on the device, and converts them to records when they are read.
-
-    Args:
-        device: of the measured tensors.
-        series: collects the sums of the steps.
-        full_loss_of: description of the samples of the full gradient, for the records.
-    """
+    """Keeps measured steps on the device, and converts them to records when they are read."""
 
     def __init__(self, device: torch.device, series: Series, full_loss_of: str) -> None:
         self.series, self._full_loss_of, self._device = series, full_loss_of, device

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,8 +71,7 @@ class LearnerStatistics(Source):
 
     def __init__(self, handle: HookedDistributed, config: MeasurementConfig, record_buffer: RecordBuffer) -> None:
         super().__init__(config, record_buffer)
-        self._handle = handle
-        self._optimizer = handle.learner.optimizer
+        self._handle, self._learner, self._optimizer = handle, handle.learner, handle.learner.optimizer
         self._names = record_buffer.series.names
         self._own: Tensor | None = None  # [L, S], of this step
         self._mean: Tensor | None = None  # [S]
@@ -83,21 +83,10 @@ class LearnerStatistics(Source):
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a learner is several ranks."""
-        return self._handle.learner.flat.shards is not None
-
     def close(self) -> None:
         """Stop measuring."""
         if self in self._handle.observers:
             self._handle.observers.remove(self)
-
-    def directions(self, num: int) -> tuple[Tensor, Tensor]:
-        """Implements :meth:`NoiseStatistics.directions`."""
-        learner = self._handle.learner
-        weights_LP = learner.flat.param_LP
-        return dynamics.directions(weights_LP, passes.average(learner, weights_LP)[0], learner.comm, num)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -123,7 +112,7 @@ class LearnerStatistics(Source):
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         flat = learner.flat
         begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
-        bounds, numbers = self._part(learner, begin, begin + columns.shape[1])
+        bounds, numbers = self._part(begin, begin + columns.shape[1])
         if begin == 0 or self._own is None:
             self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
         sums = noise_sums(list(columns.unbind()), bounds)
@@ -131,7 +120,7 @@ class LearnerStatistics(Source):
 
     @override
     def gradients_averaged(self, learner: Learner) -> None:
-        self._mean = self._squares(learner, learner.flat.grad_LP[:1])[0]
+        self._mean = self._squares(learner.flat.grad_LP[:1])[0]
         self._num_passes += 1
 
     @override
@@ -145,139 +134,130 @@ class LearnerStatistics(Source):
         else:
             num_skipped += num_passes > 0
         if self._is_measured(learner.step):
-            self._measure(learner, steps, num_skipped, is_full, random)
+            self._measure(steps, num_skipped, is_full, random)
             steps, num_skipped = [], 0
         self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
 
     # ---- a measured step ----
 
-    def _measure(
-        self, learner: Learner, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None
-    ) -> None:
-        sent, strategy, step = learner.comm.bytes_sent, self._handle.strategy, learner.step
+    def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
+        sent, strategy, step = self._learner.comm.bytes_sent, self._handle.strategy, self._learner.step
         plan = strategy.plan(step)
         averages = plan.averages_gradients
         kept = self._config.every if averages else MEASURED
-        measured = Measured(step + 1, learner.comm.num_learners, kept, num_skipped=num_skipped)
+        measured = Measured(step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
         measured.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
         with self._record_buffer.measuring(measured) as result:
             try:
                 if not averages:
-                    squares = self._measure_different(learner, result, random)
+                    squares = self._measure_different(result, random)
                     steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
                 elif self._config.full_loss is not None:
-                    self._measure_identical(learner, result, random)
+                    self._measure_identical(result, random)
                 if steps:
-                    own_LTS = self._of_learners(learner, torch.stack([own for own, _ in steps], dim=1))
+                    own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
                     rows = own_LTS.flatten(1)
-                    learner.comm.average_(rows).wait()
+                    self._learner.comm.average_(rows).wait()
                     result.own_TS = rows[0].view(own_LTS.shape[1:])
-                    result.mean_TS = self._of_learners(learner, torch.stack([mean for _, mean in steps]))
+                    result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
             finally:
-                learner.comm.bytes_sent = sent
+                self._learner.comm.bytes_sent = sent
 
-    def _measure_identical(self, learner: Learner, result: Measured, random: RandomState | None) -> None:
+    def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""
-        config, weights_LP = self._config, learner.flat.param_LP
+        config, weights_LP = self._config, self._learner.flat.param_LP
         assert config.full_loss is not None
-        own_P = learner.flat.grad_LP[0] * self._unscale(learner.flat.grad_LP)
+        own_P = self._learner.flat.grad_LP[0] * self._unscale(self._learner.flat.grad_LP)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
-            mean_P = passes.average(learner, self._gradient_at(learner, weights_LP, config.loss, random)[0])[0]
-        full_P = self._full_gradient(learner, weights_LP, config.full_loss, result)
-        self._add_products(learner, result, own_P, mean_P, full_P)
+            mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
+        full_P = self._full_gradient(weights_LP, config.full_loss, result)
+        self._add_products(result, own_P, mean_P, full_P)
         result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
-    def _measure_different(self, learner: Learner, result: Measured, random: RandomState | None) -> _Sums:
+    def _measure_different(self, result: Measured, random: RandomState | None) -> _Sums:
         """Measure learners with different weights; returns the squared norms of this step's gradients."""
-        config, flat, comm = self._config, learner.flat, learner.comm
-        mean_LP = learner.average_of(flat.param_LP)
+        config, flat, comm = self._config, self._learner.flat, self._learner.comm
+        mean_LP = self._learner.average_of(flat.param_LP)
         if flat.shards is None:
             distance_L1 = torch.cat([noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP])
         else:
-            distance_L1 = self._of_learners(learner, self._squares(learner, flat.param_LP - mean_LP)).sum(
-                1, keepdim=True
-            )
+            distance_L1 = self._of_learners(self._squares(flat.param_LP - mean_LP)).sum(1, keepdim=True)
         comm.average_(distance_L1).wait()
         result.distance = distance_L1[0, 0]
         if config.directions:
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
-        own_LP = passes.local_gradients(learner)
+        own_LP = passes.local_gradients(self._learner)
         own_LP.mul_(self._unscale(own_LP))
-        grad_LP = own_LP if config.loss is None else self._gradient_at(learner, mean_LP, config.loss, random)[0]
-        average_LP = passes.average(learner, grad_LP)
-        squares = self._squares(learner, grad_LP), self._squares(learner, average_LP[:1])[0]
+        grad_LP = own_LP if config.loss is None else self._gradient_at(mean_LP, config.loss, random)[0]
+        average_LP = self._learner.average_of(grad_LP)
+        squares = self._squares(grad_LP), self._squares(average_LP[:1])[0]
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            average_LP = passes.average(learner, _clipped(grad_LP, config.max_grad_norm))
-        full_P = self._full_gradient(learner, mean_LP, config.full_loss, result)
-        self._add_products(learner, result, passes.average(learner, own_LP)[0], average_LP[0], full_P)
+            norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
+            factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
+            average_LP = self._learner.average_of(grad_LP * factors_L1)
+        full_P = self._full_gradient(mean_LP, config.full_loss, result)
+        self._add_products(result, self._learner.average_of(own_LP)[0], average_LP[0], full_P)
         if config.hessian:
-            result.hessian = self._hessian_squares(learner, mean_LP, config.full_loss)
+            result.hessian = self._hessian_squares(mean_LP, config.full_loss)
         return squares
 
-    def _hessian_squares(self, learner: Learner, mean_LP: Tensor, loss: Loss) -> Tensor:
+    def _hessian_squares(self, mean_LP: Tensor, loss: Loss) -> Tensor:
         """``1/n sum_j |H (w_j - w_a)|^2``, float64, with the Hessian H of the full loss over all learners' shares."""
-        flat, comm = learner.flat, learner.comm
+        flat, comm = self._learner.flat, self._learner.comm
         n, deviation_LP = comm.num_learners, flat.param_LP - mean_LP
         result = torch.zeros((), dtype=torch.float64, device=deviation_LP.device)
-        for share_n in dynamics.mixtures(n, learner.step):
+        scale = scale_of(self._config.scaler, deviation_LP.device)
+        for share_n in dynamics.mixtures(n, self._learner.step):
             shares = share_n[list(comm.learners)].tolist()  # Python numbers: no synchronization with the device
             mixed_LP = torch.stack([n * share * row_P for share, row_P in zip(shares, deviation_LP, strict=True)])
-            vector_LP = passes.average(learner, mixed_LP)
-            with passes.at_weights(self._handle.model, learner, mean_LP):
-                product_LP = passes.hessian_product(
-                    learner, loss, vector_LP, scale_of(self._config.scaler, flat.param_LP.device)
-                )
-            product_P = passes.average(learner, product_LP)[0]
-            result += noise_sums([product_P], [0, flat.numel])[0, 0, 0] / n
+            vector_LP = self._learner.average_of(mixed_LP)
+            product_LP = passes.hessian_product(self._handle.model, self._learner, loss, mean_LP, vector_LP, scale)
+            result += noise_sums([product_LP[0]], [0, flat.numel])[0, 0, 0] / n
         return result
 
-    def _add_products(
-        self, learner: Learner, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor
-    ) -> None:
-        result.products = noise_sums([own_P, at_mean_P, full_P], [0, learner.flat.numel])[0]
+    def _add_products(self, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor) -> None:
+        result.products = noise_sums([own_P, at_mean_P, full_P], [0, self._learner.flat.numel])[0]
         rates = {float(group["lr"]) for group in self._optimizer.param_groups}
         result.lr = rates.pop() if len(rates) == 1 else float("nan")
 
-    def _gradient_at(
-        self, learner: Learner, weights_LP: Tensor, loss: Loss, random: RandomState | None = None
-    ) -> tuple[Tensor, Tensor]:
-        with passes.at_weights(self._handle.model, learner, weights_LP, random):
-            return passes.gradient(learner, loss, scale_of(self._config.scaler, weights_LP.device))
+    def _gradient_at(self, weights_LP: Tensor, loss: Loss, random: RandomState | None = None) -> tuple[Tensor, Tensor]:
+        with passes.at_weights(self._handle.model, self._learner, weights_LP, random):
+            return passes.gradient(self._learner, loss, scale_of(self._config.scaler, weights_LP.device))
 
-    def _full_gradient(self, learner: Learner, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
+    def _full_gradient(self, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
         """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
-        grad_LP, total = self._gradient_at(learner, weights_LP, loss)
+        grad_LP, total = self._gradient_at(weights_LP, loss)
         loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
-        learner.comm.average_(loss_L1).wait()
+        self._learner.comm.average_(loss_L1).wait()
         result.full_loss = loss_L1[0, 0]
-        return passes.average(learner, grad_LP)[0]
+        return self._learner.average_of(grad_LP)[0]
 
-    def _of_learners(self, learner: Learner, squares_XS: Tensor) -> Tensor:
+    def _of_learners(self, squares_XS: Tensor) -> Tensor:
         """The squared norms of whole segments, from those of the shards of this rank. Collective over a learner."""
-        shards, flat = learner.flat.shards, learner.flat
+        shards, flat = self._learner.flat.shards, self._learner.flat
         if shards is None:
             return squares_XS
         owners = dict(zip(flat.names, flat.parameters, strict=True))
         return shards.whole(squares_XS, [owners[name] for name in self._names])
 
-    def _squares(self, learner: Learner, rows_LP: Tensor) -> Tensor:
+    def _squares(self, rows_LP: Tensor) -> Tensor:
         """Squared norms float64 ``[L, S]`` of the segments of each row."""
-        bounds, numbers = self._part(learner, 0, learner.flat.numel)
+        bounds, numbers = self._part(0, self._learner.flat.numel)
         result = torch.zeros(len(rows_LP), len(self._names), dtype=torch.float64, device=rows_LP.device)
         for row, squares in zip(rows_LP, result, strict=True):
             squares[numbers] = noise_sums([row], bounds)[:, 0, 0]
         return result
 
-    def _part(self, learner: Learner, begin: int, end: int) -> tuple[list[int], Tensor]:
+    def _part(self, begin: int, end: int) -> tuple[list[int], Tensor]:
         """Bounds of the segments in columns ``begin`` to ``end``, relative to ``begin``, and the segments' numbers.
 
         A segment keeps its number, the place of its name in the series; the order of segments in a row may change.
         """
-        flat = learner.flat
+        flat = self._learner.flat
         if self._segments is not flat.segments:
             self._segments, self._parts = flat.segments, {}
         if (begin, end) not in self._parts:
@@ -294,12 +274,6 @@ class LearnerStatistics(Source):
         """The inverse scale of gradients at the optimizer's step."""
         scale = passes.scale_left(self._optimizer)
         return scale if isinstance(scale, float) else scale.reciprocal().to(like)
-
-
-def _clipped(rows_LP: Tensor, max_norm: float) -> Tensor:
-    """Each row with a norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` clips it."""
-    norms_L1 = torch.linalg.vector_norm(rows_LP, dim=1, keepdim=True)
-    return rows_LP * (max_norm / (norms_L1 + 1e-6)).clamp(max=1.0)
 
 
 class PassStatistics(Source):
@@ -319,9 +293,7 @@ class PassStatistics(Source):
     ) -> None:
         super().__init__(config, record_buffer)
         self._parameters = parameters
-        self._bounds = [0]
-        for parameter in parameters:
-            self._bounds.append(self._bounds[-1] + parameter.numel())
+        self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())

@@ -41,13 +41,16 @@ class Operator:
 
     Attributes:
         product: returns the products ``[K, P]`` of vectors ``[K, P]``.
-        numel: P.
-        like: a tensor with the dtype and device of the vectors.
+        like: a vector ``[P]`` with the dtype and device of the others.
     """
 
     product: Callable[[Tensor], Tensor]
-    numel: int
     like: Tensor
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return len(self.like)
 
     def __call__(self, vectors_KP: Tensor) -> Tensor:
         """The products. NotFinite: one has NaN or Inf."""
@@ -90,14 +93,10 @@ class Eigenvalues:
 def extreme_eigenvalues(
     operator: Operator, largest: int, smallest: int, *, seed: int, tolerance: float, max_products: int
 ) -> Eigenvalues:
-    """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK).
+    """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK). NotFinite or NotConverged.
 
     ARPACK's tolerance is relative to the eigenvalue, which is too strict near zero. So each end is computed of H plus
     or minus its spectral radius, which makes the tolerance relative to that radius.
-
-    Raises:
-        NotFinite: a product has NaN or Inf.
-        NotConverged: an iteration takes more than ``max_products`` products.
     """
     num = operator.numel
     if num <= max(DENSE, 2 * (largest + smallest)):
@@ -202,13 +201,10 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
     probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
     rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
     rounding = torch.finfo(operator.like.dtype).eps * operator.numel**0.5 * float(found.norm(dim=1).sum())
-    return _estimate(rest.cpu().numpy(), largest, rounding)
-
-
-def _estimate(draws: Array, offset: float, rounding: float = 0.0) -> Estimate:
+    draws = rest.cpu().numpy()
+    value, error = largest + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
     with extra("train"):
         from scipy.stats import t  # noqa: PLC0415
-    value, error = offset + float(draws.mean()), float(draws.std(ddof=1) / len(draws) ** 0.5)
     width = float(t.ppf(0.975, len(draws) - 1)) * error + rounding
     return Estimate(value=value, error=error, low=value - width, high=value + width)
 
@@ -225,14 +221,6 @@ class SpectralDensity:
     nodes: Array
     weights: Array
 
-    def moment(self, power: int) -> Estimate:
-        """The mean of ``lambda^power`` over all P eigenvalues: without quadrature error for powers below 2 M."""
-        draws = (self.weights * self.nodes**power).sum(axis=1)
-        if len(draws) > 1:
-            return _estimate(draws, 0.0)
-        value = float(draws[0])
-        return Estimate(value=value, error=float("nan"), low=float("nan"), high=float("nan"))
-
     def at(self, points: Array, width: float) -> Array:
         """The density at some points ``[n]``, with each node as a Gaussian of standard deviation ``width``."""
         apart = (np.asarray(points, dtype=np.float64)[:, None] - self.nodes.reshape(1, -1)) / width
@@ -248,19 +236,9 @@ def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> 
     with extra("train"):
         from scipy.linalg import eigh_tridiagonal  # noqa: PLC0415
     steps = min(steps, operator.numel)
-    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
-    generator = torch.Generator().manual_seed(seed)
-    for probe, (diagonal, beside) in enumerate(zip(*_tridiagonal(operator, num, steps, generator), strict=True)):
-        nodes[probe], columns = eigh_tridiagonal(diagonal, beside)
-        weights[probe] = columns[0] ** 2
-    return SpectralDensity(nodes=nodes, weights=weights)
-
-
-def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Generator) -> tuple[Array, Array]:
-    """The Lanczos matrices of ``num`` random start vectors: diagonals ``[num, M]``, off-diagonals ``[num, M - 1]``."""
-    vectors_KP = operator.directions(num, generator)
+    vectors_KP = operator.directions(num, torch.Generator().manual_seed(seed))
     basis: Any = []  # of tensors [K, P]
-    diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))
+    diagonal, beside = np.zeros((num, steps)), np.zeros((num, steps - 1))  # of the Lanczos matrices
     for step in range(steps):
         basis.append(vectors_KP)
         next_KP = operator(vectors_KP)
@@ -274,4 +252,8 @@ def _tridiagonal(operator: Operator, num: int, steps: int, generator: torch.Gene
         beside[:, step] = norms_K1[:, 0].double().cpu().numpy()
         # A zero norm: the Krylov space is complete. Any direction may follow, with the weight zero.
         vectors_KP = torch.where(norms_K1 > 0, next_KP / norms_K1.clamp(min=torch.finfo(next_KP.dtype).tiny), 0.0)
-    return diagonal, beside
+    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
+    for probe in range(num):
+        nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe])
+        weights[probe] = columns[0] ** 2
+    return SpectralDensity(nodes=nodes, weights=weights)

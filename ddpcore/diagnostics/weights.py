@@ -6,10 +6,9 @@ Shapes: P elements of all parameters that need a gradient.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
 
-Result = TypeVar("Result")
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
 
@@ -53,17 +51,13 @@ class WeightVector:
         lead = rows.shape[:-1]
         return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
 
-    def typed_views(self, rows: Tensor) -> list[Tensor]:
-        """Views as above, and copies for parameters of another dtype than ``values_P``, in their own."""
-        return [view.to(one.dtype) for view, one in zip(self.views(rows), self.parameters, strict=True)]
-
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:
         """Inside, the parameters hold other weights. Their own memory does not change."""
         own = [parameter.data for parameter in self.parameters]
         try:
-            for parameter, view in zip(self.parameters, self.typed_views(weights_P), strict=True):
-                parameter.data = view
+            for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
+                parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is another than that of values_P
             yield
         finally:
             for parameter, data in zip(self.parameters, own, strict=True):
@@ -125,11 +119,10 @@ class DataLoss:
     @staticmethod
     def num_samples(inputs: Any) -> int:
         """The number of samples of a batch: the length of its first tensor, also in a dict."""
-        tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
-        first = next(tensors, None)
-        if first is None:
-            raise ValueError("the inputs of a batch hold no tensor of samples: pass pairs (inputs, targets) of tensors")
-        return len(first)
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return len(leaf)
+        raise ValueError("the inputs of a batch hold no tensor of samples: pass pairs (inputs, targets) of tensors")
 
     def outputs(self, inputs: Any) -> Any:
         """The outputs of the model for the inputs of a batch, a tensor or a tuple of arguments."""
@@ -149,23 +142,6 @@ class DataLoss:
         """The parts of the loss, one per batch."""
         for share, inputs, targets in self.weighted():
             yield self.loss_fn(self.outputs(inputs), targets) * share
-
-
-def faster_in_vmap(
-    looped: Callable[[], Result], in_vmap: Callable[[], Result], alike: Callable[[Result, Result], bool],
-    group: dist.ProcessGroup | None, device: torch.device,
-) -> tuple[Result, bool]:  # fmt: skip
-    """The result of a loop, and whether vmap gives the same one in less time on the ranks of a group together."""
-    begin = time.perf_counter()
-    result = looped()
-    middle = time.perf_counter()
-    try:
-        other = in_vmap()
-        gained = (middle - begin) - (time.perf_counter() - middle)
-        gained = gained if alike(result, other) else float("-inf")
-    except (RuntimeError, ValueError):  # what vmap does not support
-        gained = float("-inf")
-    return result, bool(sum_over(group, torch.tensor([gained], dtype=torch.float64, device=device))[0] > 0)
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:

@@ -15,31 +15,19 @@ from typing_extensions import override
 from ddpcore.ops import reference
 from ddpcore.ops.library import define
 
-NOISE_SCHEMA = "float noise_std, int noise_seed, int noise_step, int noise_first"
-OUT_SCHEMA = "Tensor(z!)? out=None"
 MAX_STEP_PEERS = 8
 """The most peers of a step that begins with a mix, on CUDA. With more, ``mix_`` and then the step cost little more."""
 
-
-def empty_distances(weights: Tensor, peers: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The ``fake`` of an operator that returns one distance per peer."""
-    return weights.new_empty((len(peers),), dtype=torch.float64)
-
-
-def _fake_mix_stacked(weights: Tensor, *args: Any) -> Tensor:
-    return weights.new_empty((weights.shape[0],), dtype=torch.float64)
-
-
 _mix = define(
-    f"mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, {NOISE_SCHEMA}, "
-    f"{OUT_SCHEMA}) -> Tensor",
+    "mix_(Tensor(a!) weights, Tensor[] peers, float self_weight, float[] peer_weights, *, float noise_std, "
+    "int noise_seed, int noise_step, int noise_first, Tensor(z!)? out=None) -> Tensor",
     reference.mix_,
-    empty_distances,
+    lambda weights, peers, *args, **kwargs: weights.new_empty((len(peers),), dtype=torch.float64),
 )
 _mix_stacked = define(
     "mix_stacked_(Tensor(a!) weights, Tensor[] others, Tensor offsets, Tensor columns, Tensor values) -> Tensor",
     reference.mix_stacked_,
-    _fake_mix_stacked,
+    lambda weights, *args: weights.new_empty((weights.shape[0],), dtype=torch.float64),
 )
 
 

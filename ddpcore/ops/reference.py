@@ -6,6 +6,7 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
@@ -28,27 +29,49 @@ from ddpcore.ops.tensor_steps import (
 )
 
 _OF_MIX = ("self_weight", "peer_weights", "offsets", "out", "noise_std", "noise_seed", "noise_step", "noise_first")
+_SHARED = tuple(inspect.signature(tensor_steps).parameters)[5:]  # the options that all steps have
 
 
-def _with_mix(step: Callable[..., None]) -> Callable[..., None]:
-    """The step, after a mix if there are peers."""
+def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[..., None]]:
+    """Make the update of one tensor the step of a list of tensors, after a mix if there are peers.
 
-    @wraps(step)
-    def mix_and_step(
-        params: Sequence[Tensor], *lists: Any, peers: Sequence[Tensor] | None = None, **options: Any
-    ) -> None:
-        mix = {name: options.pop(name) for name in _OF_MIX if name in options}
-        if peers is not None:
-            given = [options.get("masters"), options.get("state_firsts"), options.get("passes", "both") != "both"]
-            if any(given) or any(options.get(name) is not None for name in ("grad_scale", "found_inf")):
-                raise RuntimeError(
-                    "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: "
-                    "call mix_ first, and then the step without a mix"
+    ``names`` are the operator's arguments between ``grads`` and ``masters``. An update returns the new weight, or None
+    in a first pass.
+    """
+    places = ("params", "grads", *names, "masters", "steps", "scratch", "trust")
+
+    def step_of(update: Callable[..., Tensor | None]) -> Callable[..., None]:
+        @wraps(update)
+        def take_step(*tensors: Any, peers: Sequence[Tensor] | None = None, **options: Any) -> None:
+            given = dict(zip(places, tensors, strict=False))
+            given.update({name: options.pop(name) for name in places if name in options})
+            params, masters, steps = given["params"], given["masters"], given["steps"]
+            mix = {name: options.pop(name) for name in _OF_MIX if name in options}
+            shared = {name: options.pop(name) for name in _SHARED if name in options}
+            if peers is not None:
+                fixed = [masters, shared.get("state_firsts"), options.get("passes", "both") != "both"]
+                if any(fixed) or any(shared.get(name) is not None for name in ("grad_scale", "found_inf")):
+                    raise RuntimeError(
+                        "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: "
+                        "call mix_ first, and then the step without a mix"
+                    )
+                params = _mixed(params, peers, **mix)
+            if "exp_avgs" in names and not steps:
+                raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+            if "trust" in given:
+                options["trust"], shared["is_counted"] = given["trust"], options.get("passes") != "first"
+            buffers = [given[name] for name in names]
+            for step in tensor_steps(params, given["grads"], buffers, masters, steps, **shared):
+                index = step.position
+                weight = update(
+                    step, given["grads"][index], *(own[index] if own else None for own in buffers), **options
                 )
-            params = _mixed(params, peers, **mix)
-        step(params, *lists, **options)
+                if weight is not None:
+                    store_weight(index, weight, params, masters)
 
-    return mix_and_step
+        return take_step
+
+    return step_of
 
 
 def _mixed(
@@ -94,7 +117,7 @@ def _sgd_weight(
     if step.weight_decay != 0 and not decoupled:
         direction = direction + step.weight_decay * weight
     direction = rounded(inner, weight) * direction
-    if buffer is not None:
+    if buffer is not None and momentum != 0:
         new = direction if step.taken == 0 else momentum * wide_of(buffer) + (1 - dampening) * direction
         buffer.copy_(step.stored(new))
         direction = direction + momentum * new if nesterov else new
@@ -102,78 +125,49 @@ def _sgd_weight(
     return rounded(keep, weight) * weight - rounded(outer, weight) * direction
 
 
-@_with_mix
-def sgd_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    scratch: Tensor | None,
-    *,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    decoupled: bool,
-    **shared: Any,
-) -> None:
+@_step_of("momentum_buffers")
+def sgd_step_(step: TensorStep, grad: Tensor, buffer: Tensor | None, **rule: Any) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.sgd_step_`."""
-    rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
-    for step in tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
-        buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
-        weight = _sgd_weight(step, grads[step.position], buffer, inner=1.0, outer=step.lr, **rule)
-        store_weight(step.position, weight, params, masters)
+    return _sgd_weight(step, grad, buffer, inner=1.0, outer=step.lr, **rule)
 
 
-@_with_mix
+@_step_of("momentum_buffers")
 def lars_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    scratch: Tensor,
-    trust: Tensor,
+    step: TensorStep,
+    grad: Tensor,
+    buffer: Tensor | None,
     *,
+    trust: Tensor,
     variant: str,
     trust_coefficient: float,
     eps: float,
-    momentum: float,
-    dampening: float,
-    nesterov: bool,
-    decoupled: bool,
     squares: Tensor | None = None,
     passes: str = "both",
-    **shared: Any,
-) -> None:
+    **rule: Any,
+) -> Tensor | None:
     """Reference implementation of :func:`ddpcore.ops.lars_step_`."""
-    rule: dict[str, Any] = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov, "decoupled": decoupled}
-    shared["is_counted"] = passes != "first"
-    for step in tensor_steps(params, grads, [momentum_buffers], masters, steps, **shared):
-        weight, grad = step.weight, grads[step.position]
-        weight_norm, grad_norm = norms(weight, grad, step.position, squares, passes)
-        grad_norm *= abs(rounded(step.factor, weight))
-        if passes == "first":
-            continue
-        ratio = 1.0
-        if step.adapt and weight_norm != 0 and grad_norm != 0:
-            coupled = 0.0 if decoupled else step.weight_decay
-            numerator = rounded(trust_coefficient, weight) * weight_norm
-            ratio = numerator / (grad_norm + coupled * weight_norm + rounded(eps, weight))
-        trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64, device="cpu")
-        buffer = momentum_buffers[step.position] if momentum != 0 and momentum_buffers else None
-        inner, outer = {
-            "you2017": (step.lr * ratio, 1.0),
-            "scaled_grad": (ratio, step.lr),
-            "scaled_lr": (1.0, step.lr * ratio),
-        }[variant]
-        weight = _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
-        store_weight(step.position, weight, params, masters)
+    weight = step.weight
+    weight_norm, grad_norm = norms(weight, grad, step.position, squares, passes)
+    grad_norm *= abs(rounded(step.factor, weight))
+    if passes == "first":
+        return None
+    ratio = 1.0
+    if step.adapt and weight_norm != 0 and grad_norm != 0:
+        coupled = 0.0 if rule["decoupled"] else step.weight_decay
+        numerator = rounded(trust_coefficient, weight) * weight_norm
+        ratio = numerator / (grad_norm + coupled * weight_norm + rounded(eps, weight))
+    trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64, device="cpu")
+    inner, outer = {
+        "you2017": (step.lr * ratio, 1.0),
+        "scaled_grad": (ratio, step.lr),
+        "scaled_lr": (1.0, step.lr * ratio),
+    }[variant]
+    return _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
 
 
 def _adam_update(
     step: TensorStep,
-    grads: Sequence[Tensor],
+    grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     coupled_decay: float,
@@ -182,14 +176,14 @@ def _adam_update(
     beta1: float,
     beta2: float,
     eps: float,
-    debias: bool,
+    debias: bool = True,
     has_moments: bool = False,
 ) -> Tensor:
     """Update both moments, unless this has been done; returns ``m_hat / (sqrt(v_hat) + eps) + update_decay*w``."""
     weight, count = step.weight, 1 + (step.taken or 0)
     debias1 = rounded(1.0 / (1.0 - power(beta1, count)), weight) if debias else 1.0
     debias2 = rounded(1.0 / (1.0 - power(beta2, count)), weight) if debias else 1.0
-    direction = rounded(step.factor, weight) * wide_of(grads[step.position]) + coupled_decay * weight
+    direction = rounded(step.factor, weight) * wide_of(grad) + coupled_decay * weight
     first, second = exp_avg.to(weight.dtype), exp_avg_sq.to(weight.dtype)
     if not has_moments:
         exp_avg.copy_(step.stored(beta1 * first + (1 - beta1) * direction))
@@ -200,52 +194,25 @@ def _adam_update(
     return (debias1 * first) / (root + rounded(eps, weight)) + update_decay * weight
 
 
-@_with_mix
+@_step_of("exp_avgs", "exp_avg_sqs")
 def adamw_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    scratch: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decoupled: bool,
-    **shared: Any,
-) -> None:
+    step: TensorStep, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, decoupled: bool, **rule: Any
+) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.adamw_step_`."""
-    _check_counted(steps)
-    for step in tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
-        moments, decay = (exp_avgs[step.position], exp_avg_sqs[step.position]), step.weight_decay
-        rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": True}
-        update = _adam_update(step, grads, *moments, 0.0 if decoupled else decay, 0.0, **rule)
-        keep = rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
-        store_weight(step.position, keep * step.weight - step.lr * update, params, masters)
+    decay = step.weight_decay
+    update = _adam_update(step, grad, exp_avg, exp_avg_sq, 0.0 if decoupled else decay, 0.0, **rule)
+    keep = rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
+    return keep * step.weight - step.lr * update
 
 
-def _check_counted(steps: Sequence[Tensor]) -> None:
-    if not steps:
-        raise RuntimeError("ddpcore: steps must have the length of group_sizes")
-
-
-@_with_mix
+@_step_of("exp_avgs", "exp_avg_sqs")
 def lamb_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    scratch: Tensor,
-    trust: Tensor,
+    step: TensorStep,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    debias: bool,
+    trust: Tensor,
     decay_mode: str,
     min_ratio: float,
     max_ratio: float,
@@ -253,27 +220,22 @@ def lamb_step_(
     max_weight_norm: float,
     squares: Tensor | None = None,
     passes: str = "both",
-    **shared: Any,
-) -> None:
+    **rule: Any,
+) -> Tensor | None:
     """Reference implementation of :func:`ddpcore.ops.lamb_step_`."""
-    _check_counted(steps)
-    rule: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps, "debias": debias}
-    shared["is_counted"] = passes != "first"
-    for step in tensor_steps(params, grads, [exp_avgs, exp_avg_sqs], masters, steps, **shared):
-        weight, exp_avg, exp_avg_sq = step.weight, exp_avgs[step.position], exp_avg_sqs[step.position]
-        decay = step.weight_decay
-        decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
-        update = _adam_update(step, grads, exp_avg, exp_avg_sq, *decays, **rule, has_moments=passes == "second")
-        weight_norm, update_norm = norms(weight, update, step.position, squares, passes)
-        if passes == "first":
-            continue
-        ratio = 1.0
-        if step.adapt and weight_norm != 0 and update_norm != 0:
-            phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))
-            ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
-        trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64, device="cpu")
-        keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
-        store_weight(step.position, keep * weight - rounded(step.lr * ratio, weight) * update, params, masters)
+    weight, decay = step.weight, step.weight_decay
+    decays = (decay if decay_mode == mode else 0.0 for mode in ("coupled", "in_update"))
+    update = _adam_update(step, grad, exp_avg, exp_avg_sq, *decays, **rule, has_moments=passes == "second")
+    weight_norm, update_norm = norms(weight, update, step.position, squares, passes)
+    if passes == "first":
+        return None
+    ratio = 1.0
+    if step.adapt and weight_norm != 0 and update_norm != 0:
+        phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))
+        ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
+    trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64, device="cpu")
+    keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
+    return keep * weight - rounded(step.lr * ratio, weight) * update
 
 
 def mix_(

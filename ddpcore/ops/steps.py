@@ -43,20 +43,6 @@ class Argument(NamedTuple):
     item: int | None = None  # the place of the value in that option, where it has several
     per_group: bool = False  # a list with one value for each parameter group
 
-    @property
-    def schema(self) -> str:
-        """Type and name, with ``!`` where torch's notation has the name of an alias."""
-        return f"{self.kind.replace('Tensor!', 'Tensor(!)')} {self.name}"
-
-    @property
-    def parameter(self) -> str:
-        """Name and default, as in a Python function."""
-        return self.name if self.default is REQUIRED else f"{self.name}={self.default!r}"
-
-
-def _option(name: str, kind: str, default: Any, option: str | None = None, item: int | None = None) -> Argument:
-    return Argument(name, kind, default, name if option is None else option, item)
-
 
 _GROUPS = (
     Argument("group_sizes", "int[]", None),
@@ -138,8 +124,10 @@ class Rule:
         optional = {*(_PASSES if self.uses_norms else ()), *_STATES, *_MIX}  # torch wants defaults last
         texts: list[str] = []
         for argument in (*self.arguments, *_MIX):
-            text = argument.schema.replace("!", f"{chr(ord('a') + sum('!' in text for text in texts))}!")
-            texts.append(f"{text}={_text(argument.default)}" if argument in optional else text)
+            alias = chr(ord("a") + sum("!" in text for text in texts))  # of a tensor into which the step writes
+            text = f"{argument.kind.replace('Tensor!', f'Tensor({alias}!)')} {argument.name}"
+            default = "[]" if argument.default == () else repr(argument.default)
+            texts.append(f"{text}={default}" if argument in optional else text)
         return f"{self.operator}({', '.join(texts)}) -> ()"
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -149,31 +137,27 @@ class Rule:
         }
 
 
-def _text(default: Any) -> str:
-    return "[]" if default == () else repr(default)
-
-
 _MOMENTUM = (
-    _option("momentum", "float", 0.0),
-    _option("dampening", "float", 0.0),
-    _option("nesterov", "bool", False),
-    _option("decoupled", "bool", False, "decoupled_weight_decay"),
+    Argument("momentum", "float", 0.0, "momentum"),
+    Argument("dampening", "float", 0.0, "dampening"),
+    Argument("nesterov", "bool", False, "nesterov"),
+    Argument("decoupled", "bool", False, "decoupled_weight_decay"),
 )
-_MOMENTS = (_option("beta1", "float", 0.9, "betas", 0), _option("beta2", "float", 0.999, "betas", 1))
+_MOMENTS = (Argument("beta1", "float", 0.9, "betas", 0), Argument("beta2", "float", 0.999, "betas", 1))
 SGD = Rule("sgd", ("momentum_buffer",), _MOMENTUM, is_counted=False)
 ADAMW = Rule(
     "adamw",
     ("exp_avg", "exp_avg_sq"),
-    (*_MOMENTS, _option("eps", "float", 1e-8), _option("decoupled", "bool", True, "decoupled_weight_decay")),
+    (*_MOMENTS, Argument("eps", "float", 1e-8, "eps"), Argument("decoupled", "bool", True, "decoupled_weight_decay")),
     wide_states=True,
 )
 LARS = Rule(
     "lars",
     ("momentum_buffer",),
     (
-        _option("variant", "str", "you2017"),
-        _option("trust_coefficient", "float", 0.001),
-        _option("eps", "float", 1e-8),
+        Argument("variant", "str", "you2017", "variant"),
+        Argument("trust_coefficient", "float", 0.001, "trust_coefficient"),
+        Argument("eps", "float", 1e-8, "eps"),
         _MOMENTUM[0]._replace(default=0.9),
         *_MOMENTUM[1:],
     ),
@@ -184,9 +168,9 @@ LAMB = Rule(
     ("exp_avg", "exp_avg_sq"),
     (
         *_MOMENTS,
-        _option("eps", "float", 1e-6),
+        Argument("eps", "float", 1e-6, "eps"),
         Argument("debias", "bool", True),
-        _option("decay_mode", "str", "in_update"),
+        Argument("decay_mode", "str", "in_update", "decay_mode"),
         Argument("min_ratio", "float", 0.0),
         Argument("max_ratio", "float", math.inf),
         Argument("min_weight_norm", "float", 0.0),
@@ -217,7 +201,7 @@ def _function(rule: Rule, documentation: str) -> Callable[..., None]:
     The function is text, as in ``namedtuple``: its signature is what the table says, and a call has no overhead, which
     would be microseconds for 31 arguments.
     """
-    shown = [argument.parameter for argument in rule.arguments]
+    shown = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in rule.arguments]
     num = len(rule.tensors)
     values = (_PER_GROUP.format(a.name) if a.per_group else a.name for a in rule.arguments)
     text = _FUNCTION.format(

@@ -10,19 +10,16 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 
-
-def _fake_segment_norms(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty((len(tensors),), dtype=torch.float64)
-
-
-def _fake_noise_sums(rows: list[Tensor], bounds: list[int], origin: Tensor | None) -> Tensor:
-    return rows[0].new_empty((len(bounds) - 1, len(rows), len(rows)), dtype=torch.float64)
-
-
-_segment_norms = define("segment_norms(Tensor[] tensors) -> Tensor", reference.segment_norms, _fake_segment_norms)
+_segment_norms = define(
+    "segment_norms(Tensor[] tensors) -> Tensor",
+    reference.segment_norms,
+    lambda tensors: tensors[0].new_empty((len(tensors),), dtype=torch.float64),
+)
 _total_norm = define("total_norm_(Tensor[] tensors, Tensor(a!) out) -> ()", reference.total_norm_, no_result)
 _noise_sums = define(
-    "noise_sums(Tensor[] rows, int[] bounds, Tensor? origin) -> Tensor", reference.noise_sums, _fake_noise_sums
+    "noise_sums(Tensor[] rows, int[] bounds, Tensor? origin) -> Tensor",
+    reference.noise_sums,
+    lambda rows, bounds, origin: rows[0].new_empty((len(bounds) - 1, len(rows), len(rows)), dtype=torch.float64),
 )
 
 

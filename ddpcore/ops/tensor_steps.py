@@ -68,21 +68,6 @@ def wide_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-class StateRounding(NamedTuple):
-    """The random numbers that round the states of one tensor, and its layout."""
-
-    seed: int
-    step: int
-    first: int
-    param: Tensor
-
-    def round(self, state: Tensor, is_second: bool) -> Tensor:
-        """The state in bfloat16. Elements are numbered in the order of the param's memory."""
-        drawn = words(state.numel(), self.seed, self.step, self.first, state.device)
-        random = drawn >> 16 if is_second else drawn & 0xFFFF
-        return round_to_bf16(state.float(), random[memory_order(self.param)])
-
-
 class TensorStep(NamedTuple):
     """The step of one tensor: its position, its weight (the master's if there is one), and its group's options."""
 
@@ -93,11 +78,17 @@ class TensorStep(NamedTuple):
     adapt: bool
     taken: int | None  # steps before this one; None if they are not counted
     factor: float  # of the gradient
-    rounding: StateRounding | None  # None: states are stored as they are
+    param: Tensor
+    first: int | None  # the index of its first element among the random numbers; None: states are stored as they are
+    seed: int  # of the random numbers
 
     def stored(self, state: Tensor, *, is_second: bool = False) -> Tensor:
-        """A new state as it is stored. ``is_second``: it is exp_avg_sq."""
-        return state if self.rounding is None else self.rounding.round(state, is_second)
+        """A new state as it is stored. ``is_second``: it is exp_avg_sq. Elements are numbered as in memory."""
+        if self.first is None:
+            return state
+        drawn = words(state.numel(), self.seed, self.taken or 0, self.first, state.device)
+        random = drawn >> 16 if is_second else drawn & 0xFFFF
+        return round_to_bf16(state.float(), random[memory_order(self.param)])
 
 
 def tensor_steps(
@@ -123,7 +114,11 @@ def tensor_steps(
 ) -> Iterator[TensorStep]:
     """Check the lists, yield the step of each tensor, then count the step. Yields nothing if ``found_inf`` is set."""
     _check(params, grads, group_sizes, *others, masters)
-    _check_firsts(state_firsts, params, masters, steps)
+    fits = not state_firsts or (len(state_firsts) == len(params) and not masters and bool(steps))
+    if not fits or any(first < 0 or first % 4 != 0 for first in state_firsts):
+        raise RuntimeError(
+            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
+        )
     if found_inf is not None and bool(found_inf):
         return
     factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
@@ -135,17 +130,17 @@ def tensor_steps(
     groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
     for index, group in enumerate(groups):
         weight = _weight(params[index], masters[index] if masters else None)
-        taken = int(steps[group].item()) if steps else None
-        is_rounded = len(state_firsts) > 0
         yield TensorStep(
             position=index,
             weight=weight,
             lr=rounded(rates[group], weight),
             weight_decay=rounded(weight_decay[group], weight),
             adapt=bool(adapt and adapt[group]),
-            taken=taken,
+            taken=int(steps[group].item()) if steps else None,
             factor=-factor if maximize else factor,
-            rounding=StateRounding(state_seed, taken or 0, state_firsts[index], params[index]) if is_rounded else None,
+            param=params[index],
+            first=state_firsts[index] if state_firsts else None,
+            seed=state_seed,
         )
     for step in steps if is_counted else ():
         step.copy_(next_count(step, len(state_firsts) > 0))
@@ -156,16 +151,6 @@ def next_count(step: Tensor, rounded_states: bool) -> Tensor:
     if not rounded_states or not 2**24 <= float(step) < 2**62:
         return step + 1
     return torch.nextafter(step, torch.full_like(step, math.inf))
-
-
-def _check_firsts(
-    firsts: Sequence[int], params: Sequence[Tensor], masters: Sequence[Tensor], steps: Sequence[Tensor]
-) -> None:
-    fits = not firsts or (len(firsts) == len(params) and not masters and bool(steps))
-    if not fits or any(first < 0 or first % 4 != 0 for first in firsts):
-        raise RuntimeError(
-            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
-        )
 
 
 def _check(params: Sequence[Tensor], grads: Sequence[Tensor], sizes: Sequence[int], *others: Sequence[Tensor]) -> None:

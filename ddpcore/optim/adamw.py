@@ -12,7 +12,7 @@ from typing_extensions import override
 from ddpcore.ops import Rule
 from ddpcore.ops.steps import ADAMW
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.checks import Group, check_flag, check_moments
+from ddpcore.optim.checks import Group, check_flag
 
 
 class FusedAdamW(FusedOptimizer):
@@ -25,23 +25,17 @@ class FusedAdamW(FusedOptimizer):
     ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes, unless
     ``state_dtype`` is bfloat16.
 
+    All other arguments are those of :class:`FusedSGD`.
+
     Args:
-        params: parameters, named parameters or groups, as for any optimizer.
-        lr: learning rate; a number or a tensor.
         betas: decay rates of m and v, each in [0, 1).
         eps: added to the square root.
         weight_decay: see ``decoupled_weight_decay``.
         amsgrad: must be False: no kernel keeps the maximum of v.
-        maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
         capturable: accepted and ignored: a CUDA graph can capture every step.
-        differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (AdamW). False: it is added to
             the gradient, as in ``torch.optim.Adam``, whose ``weight_decay`` is 0 by default.
-        max_grad_norm: see :class:`FusedSGD`.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
-        state_dtype: see :class:`FusedSGD`.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, or out of its range; ``amsgrad`` is True; there are no
@@ -75,7 +69,6 @@ class FusedAdamW(FusedOptimizer):
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        check_moments(group)
         check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
         if group["amsgrad"]:
             raise ValueError("amsgrad is True: no kernel keeps the maximum of v; take torch.optim.AdamW(amsgrad=True)")

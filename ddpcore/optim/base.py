@@ -19,30 +19,17 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.dtypes import is_narrow, wide
+from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
-from ddpcore.optim.checks import (
-    Group,
-    State,
-    check_common,
-    check_new,
-    check_one_norm,
-    is_capturing,
-    is_rounded,
-    name_of,
-    options_of,
-)
+from ddpcore.optim.checks import Group, State
 from ddpcore.optim.shards import check_shards, local_gradients
 from ddpcore.optim.states import (
     SavedOptimizer,
-    check_loaded,
     check_roundable,
     check_state,
     check_tensors,
-    create_states,
     firsts_of,
-    has_master,
-    split_steps,
 )
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
@@ -70,8 +57,8 @@ class FusedOptimizer(SavedOptimizer):
 
     def __init__(self, params: Iterable[Any], given: Group) -> None:
         """``given``: the options, or ``locals()`` of the subclass, whose parameters have the names of the options."""
-        defaults = {name: value for name, value in options_of(given).items() if name not in _NO_OPTIONS}
-        defaults["state_dtype"] = name_of(defaults.get("state_dtype", "float32"))
+        defaults = {name: value for name, value in checks.options_of(given).items() if name not in _NO_OPTIONS}
+        defaults["state_dtype"] = checks.name_of(defaults.get("state_dtype", "float32"))
         self._kept: dict[str, BatchPlan] = {}
         self._captured: list[BatchPlan] = []
         params = params if isinstance(params, Tensor) else list(params)  # torch has an error message for a tensor
@@ -82,10 +69,8 @@ class FusedOptimizer(SavedOptimizer):
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError, with name and value, if an option of the group is invalid."""
-        check_common(group)
-
-    def check_saved(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError if a state_dict with the right number of groups has another meaning."""
+        checks.check_common(group)
+        (checks.check_momentum if "momentum_buffer" in self.rule.buffers else checks.check_moments)(group)
 
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The buffers that each parameter of the group has: none with ``momentum=0``."""
@@ -100,21 +85,17 @@ class FusedOptimizer(SavedOptimizer):
 
     # ---- torch.optim.Optimizer ----
 
-    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
-        create_states(self, group, param, fresh)
-
     @override
     def add_param_group(self, param_group: Group) -> None:
         add, torchs = super().add_param_group.__func__, torch.optim.Optimizer.add_param_group  # type: ignore[attr-defined]
         (inspect.unwrap(add) if add is torchs else add)(self, param_group)  # its wrapper imports torch._dynamo
         group = self.param_groups[-1]
-        group["state_dtype"] = name_of(group.get("state_dtype", "float32"))
+        group["state_dtype"] = checks.name_of(group.get("state_dtype", "float32"))
         try:
             self.check_group(group)
             check_roundable(self.named_parameters())
-            check_one_norm([self.param_groups[0], group])
-            check_new(group)
+            checks.check_one_norm([self.param_groups[0], group])
+            checks.check_new(group)
             check_shards(key for key, _ in self.named_parameters())
         except ValueError:
             self.param_groups.pop()
@@ -134,28 +115,54 @@ class FusedOptimizer(SavedOptimizer):
 
     @override
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        states = {id(param): state_dict["state"].get(number, {}) for number, param in saved.items()}
         for number, param in saved.items():
-            check_state(number, param, state_dict["state"].get(number, {}), self.rule.buffers)
-        self.check_saved(state_dict)
+            check_state(number, param, states[id(param)], self.rule.buffers)
         for group in groups:
             self.check_group(group)
-        check_one_norm(groups)
-        check_loaded(self, groups, saved, state_dict["state"])
+        checks.check_one_norm(groups)
+        for own, group in zip(self.param_groups, groups, strict=True):
+            names = own["param_names"] if "param_names" in own else group["params"]
+            check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
 
     @override
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
-        if is_rounded(group) and name in self.state_names(group):
+        if checks.is_rounded(group) and name in self.state_names(group):
             return torch.bfloat16
-        keeps_more = self.rule.wide_states or "master" in state or has_master(group, param)
+        keeps_more = self.rule.wide_states or "master" in state or _has_master(group, param)
         return wide(param.dtype) if keeps_more else param.dtype
 
+    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
+        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
+        names = self.state_names(group)
+        if not names and not group["master_weights"]:
+            return
+        state = self.state[param]
+        if _has_master(group, param) and "master" not in state:
+            state["master"] = param.detach().to(torch.float32, copy=True)
+        elif "master" in state and not is_narrow(param.dtype):
+            del state["master"]  # the model had 16 bits before, and no longer needs a master
+        if not names:
+            return
+        missing = [name for name in names if state.get(name) is None]
+        for name in names:
+            dtype = self.state_dtype_of(group, param, name, state)
+            if name in missing:
+                state[name] = torch.zeros_like(param, dtype=dtype)
+            elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
+                state[name] = state[name].to(dtype)
+        if not isinstance(state.get("step"), Tensor | None):
+            state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
+        if missing or "step" not in state:
+            begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
+            if begun not in fresh:
+                fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
+            state["step"] = fresh[begun]
+
     def bind(self, flat: FlatParameters) -> WeightStep:
-        """Step flat buffers from now on. Each learner's row is a separate set of parameters.
+        """Step flat buffers, of which the parameters are views, from now on. Each learner's row is a set of its own.
 
-        Args:
-            flat: the buffers; the optimizer's parameters are views of them.
-
-        Returns: the object that steps the weights. It also accepts the average for the next step.
+        Returns the object that steps the weights. It also accepts the average for the next step.
         """
         self._flat, self._weight_step = flat, WeightStep(flat, self)
         self._kept.clear()
@@ -211,9 +218,7 @@ class FusedOptimizer(SavedOptimizer):
     def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
         """Step every parameter of the groups that has a gradient.
 
-        Args:
-            groups: some of ``param_groups``.
-            mixture: an average of the row that the parameters are views of, computed in the same pass over it.
+        ``mixture`` is an average of the row that the parameters are views of, computed in the same pass over it.
         """
         rows = 1 if self._flat is None else self._flat.num_rows
         if rows == 1 or groups[0]["max_grad_norm"] is None:
@@ -248,30 +253,19 @@ class FusedOptimizer(SavedOptimizer):
         kinds = dict(zip(map(type, params), params, strict=True)).values()  # one of each class
         shards = local_gradients(params, grads, self.named_parameters) if any(map(is_dtensor, kinds)) else grads
         plan, states = self._plan_of(name, groups, params, grads, sizes)
-        self._step_batches(plan, groups, params, shards, states, mixture)
-        if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
-            torch.autograd.graph.increment_version(params)
-            if is_capturing(params[0]):
-                self._captured.append(plan)  # its buffers must live as long as the graph
-
-    def _step_batches(
-        self,
-        plan: BatchPlan,
-        groups: Sequence[Group],
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[State],
-        mixture: Mixture | None,
-    ) -> None:
-        max_norm = groups[0]["max_grad_norm"]
-        norm_squared = None if max_norm is None else norm_squared_of(plan, grads)
+        max_norm, lists = groups[0]["max_grad_norm"], (params, shards, states)
+        norm_squared = None if max_norm is None else norm_squared_of(plan, shards)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
         if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
-            self._run(plan, groups, (params, grads, states), scaling, mixture)
+            self._run(plan, groups, lists, scaling, mixture)
         else:
-            self._run(plan, groups, (params, grads, states), scaling, None, passes="first")
+            self._run(plan, groups, lists, scaling, None, passes="first")
             plan.shards.add_()
-            self._run(plan, groups, (params, grads, states), scaling, None, passes="second")
+            self._run(plan, groups, lists, scaling, None, passes="second")
+        if not torch.compiler.is_compiling():  # so that autograd refuses graphs that need the old weights
+            torch.autograd.graph.increment_version(params)
+            if checks.is_capturing(params[0]):
+                self._captured.append(plan)  # its buffers must live as long as the graph
 
     def _run(
         self, plan: BatchPlan, groups: Sequence[Group], lists: Any, scaling: Any, mixture: Mixture | None, **passes: str
@@ -306,7 +300,7 @@ class FusedOptimizer(SavedOptimizer):
         if plan is None or not same or not all(map(is_, plan.steps, _steps_of(states))):
             for group in groups:
                 self.check_group(group)  # a program may have changed its options
-            check_one_norm(self.param_groups)
+            checks.check_one_norm(self.param_groups)
             check_tensors(type(self).__name__, params, grads, self.state)  # before anything is written
             check_roundable(self.named_parameters())
             batches = self._batches(groups, params, sizes, known[0])
@@ -333,11 +327,22 @@ class FusedOptimizer(SavedOptimizer):
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]
         return (
             [rules.index(rule) for rule in rules],
-            [(self.state_names(g), g["master_weights"], g["max_grad_norm"], is_rounded(g)) for g in groups],
+            [(self.state_names(g), g["master_weights"], g["max_grad_norm"], checks.is_rounded(g)) for g in groups],
             sizes,
             [len(state) for state in states],
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
+
+    def _split_steps(self, members: list[Tensor]) -> None:
+        """Give the members, which take the next step, other step counters than the parameters that skip it."""
+        stepped, state = set(map(id, members)), self.state
+        params = (param for group in self.param_groups for param in group["params"])
+        skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
+        own: dict[Tensor, Tensor] = {}
+        for param in members:
+            step = state[param].get("step") if param in state else None
+            if step is not None and step in skipped:
+                state[param]["step"] = own.setdefault(step, step.clone())
 
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
@@ -348,12 +353,12 @@ class FusedOptimizer(SavedOptimizer):
         owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy
         copies: dict[Any, Tensor] = {}
         position = 0
-        split_steps(self, params)
+        self._split_steps(params)
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             members = params[position : position + size]
             for param in members:
-                create_states(self, groups[index], param, fresh)
+                self.create_states(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])
                 step = state.get("step") if self.state_names(groups[index]) else None
@@ -377,7 +382,7 @@ class FusedOptimizer(SavedOptimizer):
                 positions.append(position)
                 counts[-1] += 1
             segments = list(map(local, mine := [params[position] for position in positions]))
-            rounds = is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
+            rounds = checks.is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
             batches.append(
                 Batch(
                     members=positions,
@@ -431,6 +436,11 @@ class AdaptiveOptimizer(FusedOptimizer):
             for (name, param), _ in self.named_parameters()
             if id(param) in rows_of and id(param) in found
         }
+
+
+def _has_master(group: Group, param: Tensor) -> bool:
+    """Whether the group keeps fp32 weights for this parameter."""
+    return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 
 def _steps_of(states: list[State]) -> list[Tensor | None]:

@@ -49,32 +49,32 @@ class Batch:
 
 
 class Shards:
-    """The sums of the DTensors of a step, for one plan.
+    """The sums of the DTensors of a step, for one plan: all parameters of the step, and the batches that step them.
 
     The kernels step the local shards. A rule that needs the norm of a whole tensor has two passes: the first one writes
     the sums of squares of the local shards, :meth:`add_` adds those of the other ranks, and the second one steps. All
-    tensors of a step share one all-reduce for each dimension of the mesh. A dimension over which a tensor is replicated
-    adds nothing to its sums.
-
-    Args:
-        params: all parameters of the step.
-        batches: how kernels step them.
+    tensors of a step share one all-reduce for each dimension of the mesh.
     """
 
     def __init__(self, params: Sequence[Any], batches: Sequence[Batch]) -> None:
-        self._sums: list[_Sums] = []
+        self._rows: list[Tensor] = []  # of each device: two sums of each tensor
+        self._reductions: list[tuple[dist.ProcessGroup, Tensor, Tensor | None]] = []  # a group, and which rows it adds
         self._squares: dict[int, Tensor] = {}
         for device in dict.fromkeys(batch.device for batch in batches):
             mine = [batch for batch in batches if batch.device == device]
-            sums = _Sums([params[position] for batch in mine for position in batch.members], device)
-            self._sums.append(sums)
-            parts = sums.rows.split([len(batch.members) for batch in mine])
+            of_device = [params[position] for batch in mine for position in batch.members]
+            rows = torch.zeros(len(of_device), 2, dtype=torch.float64, device=device)
+            self._rows.append(rows)
+            for group, numbers in _numbers_of(of_device).items():
+                some = None if len(numbers) == len(rows) else torch.tensor(numbers, device=device)
+                self._reductions.append((group, rows, some))
+            parts = rows.split([len(batch.members) for batch in mine])
             self._squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
 
     @property
     def num_reductions(self) -> int:
         """All-reduces of :meth:`add_`: none if this rank has all of each tensor."""
-        return sum(len(sums.groups) for sums in self._sums)
+        return len(self._reductions)
 
     def squares(self, batch: Batch) -> Tensor:
         """``[params, 2]``: where the first pass of a batch writes its sums of squares."""
@@ -82,44 +82,29 @@ class Shards:
 
     def add_(self) -> None:
         """Add the sums of squares of the other ranks."""
-        for sums in self._sums:
-            sums.add_()
+        for group, rows, some in self._reductions:
+            part = rows if some is None else rows.index_select(0, some)
+            dist.all_reduce(part, group=group)
+            if some is not None:
+                rows.index_copy_(0, some, part)
 
     def norm_squared(self, batches: Sequence[Batch], grads: list[Tensor]) -> Tensor:
-        """The squared norm of the gradients of all ranks together.
-
-        Args:
-            batches: of the plan.
-            grads: local gradients of all parameters of the step.
-        """
+        """The squared norm of the gradients of all ranks together, from the local gradients of the step."""
         for batch in batches:
             self._squares[id(batch)][:, 0] = batch.kernels.segment_norms(batch.of(grads))
         self.add_()
-        totals = [sums.rows[:, :1].sum(dim=0) for sums in self._sums]
+        totals = [rows[:, :1].sum(dim=0) for rows in self._rows]
         return torch.stack([total.to(totals[0].device) for total in totals]).sum(dim=0)
 
 
-class _Sums:
-    """Rows of two sums, one row for each tensor, and the groups of ranks that have shards of the tensor."""
-
-    def __init__(self, params: Sequence[Any], device: torch.device) -> None:
-        self.rows = torch.zeros(len(params), 2, dtype=torch.float64, device=device)
-        members: dict[dist.ProcessGroup, list[int]] = {}
-        for row, param in enumerate(params):
-            for dim, placement in enumerate(placements_of(param) if is_dtensor(param) else ()):
-                if mesh_of(param).size(dim) > 1 and not placement.is_replicate():
-                    members.setdefault(mesh_of(param).get_group(dim), []).append(row)
-        self.groups = [
-            (group, None if len(rows) == len(params) else torch.tensor(rows, device=device))
-            for group, rows in members.items()
-        ]
-
-    def add_(self) -> None:
-        for group, rows in self.groups:
-            part = self.rows if rows is None else self.rows.index_select(0, rows)
-            dist.all_reduce(part, group=group)
-            if rows is not None:
-                self.rows.index_copy_(0, rows, part)
+def _numbers_of(params: Sequence[Any]) -> dict[dist.ProcessGroup, list[int]]:
+    """The groups of ranks that have shards, each with the numbers of the tensors that they divide."""
+    members: dict[dist.ProcessGroup, list[int]] = {}
+    for number, param in enumerate(params):
+        for dim, placement in enumerate(placements_of(param) if is_dtensor(param) else ()):
+            if mesh_of(param).size(dim) > 1 and not placement.is_replicate():
+                members.setdefault(mesh_of(param).get_group(dim), []).append(number)
+    return members
 
 
 @dataclass

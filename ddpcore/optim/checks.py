@@ -120,19 +120,13 @@ def check_differentiable(differentiable: bool) -> None:
 def check_new(group: Group) -> None:
     """Raise ValueError unless a new group of a fused optimizer can be stepped."""
     check_differentiable(group.get("differentiable", False))
-    check_once(group)
-    if found := [param.dtype for param in group["params"] if param.is_complex()]:
-        raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
-
-
-def check_once(group: Group) -> None:
-    """Raise ValueError if a parameter is in a group twice."""
-    names = group.get("param_names", range(len(group["params"])))
-    seen: set[int] = set()
+    names, seen = group.get("param_names", range(len(group["params"]))), set[int]()
     for name, param in zip(names, group["params"], strict=True):
         if id(param) in seen:
             raise ValueError(f"parameter {name} is twice in its group: name it once, as model.parameters() does")
         seen.add(id(param))
+    if found := [param.dtype for param in group["params"] if param.is_complex()]:
+        raise ValueError(f"a parameter is {found[0]}: pass torch.view_as_real of it, or real parameters")
 
 
 def options_of(group: Group) -> Group:
@@ -142,11 +136,7 @@ def options_of(group: Group) -> Group:
 
 
 def check_capture(groups: Sequence[Group], options: Iterable[str]) -> None:
-    """Check a step that a CUDA graph captures: its replays run no Python, and read only ``lr``, on the device.
-
-    Raises:
-        RuntimeError: an option is a tensor that replays would not read, or a parameter is trained and has no gradient.
-    """
+    """Raise RuntimeError if replays of a captured step, which run no Python, would not do what the step does."""
     for group, name in product(groups, options):
         value = group[name]
         read = name == "lr" and group.get("rule") != "muon" and group["params"]  # Muon reads lr on the host

@@ -14,7 +14,7 @@ from ddpcore.ops import Rule
 from ddpcore.ops.steps import LAMB
 from ddpcore.optim.base import AdaptiveOptimizer
 from ddpcore.optim.batch import Batch
-from ddpcore.optim.checks import Group, check_flag, check_moments, is_number
+from ddpcore.optim.checks import Group, check_flag, is_number
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("paper", "nvlamb", "undebiased")
@@ -37,14 +37,13 @@ class FusedLAMB(AdaptiveOptimizer):
     ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes,
     unless ``state_dtype`` is bfloat16.
 
+    All other arguments are those of :class:`FusedSGD`.
+
     Args:
-        params: parameters, named parameters or groups.
-        lr: learning rate; a number or a tensor.
         betas: decay rates of m and v, each in [0, 1).
         eps: added to the square root.
         weight_decay: see ``decay_mode``.
         trust_clip: upper bound of r, or (lower, upper).
-        max_grad_norm: see :class:`FusedSGD`. (apex uses 1.0.)
         variant: see above.
         always_adapt: whether tensors of a group without weight decay have a ratio; may differ by group. None: always,
             except in ``paper`` if another group has weight decay. (Tensors without decay are then biases and norms,
@@ -52,13 +51,8 @@ class FusedLAMB(AdaptiveOptimizer):
         weight_norm_clip: phi: upper bound of ``|w|`` in r, or (lower, upper). None: the identity.
         decay_mode: ``in_update`` (the paper: decay is part of u), ``coupled`` (L2: decay is added to the gradient) or
             ``decoupled`` (AdamW: ``w *= 1 - lr*weight_decay``, not scaled by r).
-        maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
-        differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
         capturable: accepted and ignored: a CUDA graph can capture every step.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
-        state_dtype: see :class:`FusedSGD`.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, out of its range or unknown; there are no parameters.
@@ -94,7 +88,6 @@ class FusedLAMB(AdaptiveOptimizer):
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        check_moments(group)
         check_choice("variant", group["variant"], VARIANTS)
         check_choice("decay_mode", group["decay_mode"], DECAY_MODES)
         if group["always_adapt"] is not None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +11,9 @@ from typing_extensions import override
 
 from ddpcore.ops import Rule
 from ddpcore.ops.steps import LARS
-from ddpcore.optim.base import AdaptiveOptimizer, TrustRatio
+from ddpcore.optim.base import AdaptiveOptimizer
 from ddpcore.optim.batch import Batch
-from ddpcore.optim.checks import Group, check_flag, check_momentum, check_number
+from ddpcore.optim.checks import Group, check_flag, check_number
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
@@ -32,26 +31,19 @@ class FusedLARS(AdaptiveOptimizer):
     They are equal while the learning rate and all ratios are constant.
     ``docs/optimizers.md`` compares them with other libraries.
 
+    All other arguments are those of :class:`FusedSGD`.
+
     Args:
         params: parameters, named parameters or groups. A group may set ``always_adapt=False``: its tensors then take
             plain SGD steps with ``lr``. :func:`ddpcore.optim.param_groups` does that for biases and norms.
-        lr: learning rate; a number or a tensor.
-        momentum: 0 keeps no buffer.
-        dampening: see :class:`FusedSGD`; must be 0 with ``nesterov``.
         weight_decay: coupled (L2) decay, part of R.
-        nesterov: step along ``d + momentum*m``.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
         variant: where lr and R enter, see above.
         always_adapt: whether tensors have a ratio; per group.
-        maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
-        differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
         capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` and is not part of R.
-        max_grad_norm: see :class:`FusedSGD`; R uses the clipped gradient.
-        master_weights, state_dtype: see :class:`FusedSGD`.
+        max_grad_norm: R uses the clipped gradient.
 
     Raises:
         ValueError: a hyperparameter is negative, not a number, unknown, or does not fit the others; there are no
@@ -89,20 +81,24 @@ class FusedLARS(AdaptiveOptimizer):
     @override
     def check_group(self, group: Group) -> None:
         super().check_group(group)
-        check_momentum(group)
         check_number("trust_coefficient", group["trust_coefficient"])
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)
         check_flag("always_adapt", group["always_adapt"])
 
     @override
-    def check_saved(self, state_dict: dict[str, Any]) -> None:
-        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            states = [state_dict["state"].get(index, {}) for index in saved["params"]]
-            if "variant" not in saved and own["variant"] != "scaled_lr" and any("momentum_buffer" in s for s in states):
+    def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
+        super().check_loading(groups, saved, state_dict)
+        for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            states = [state_dict["state"].get(index, {}) for index in loaded["params"]]
+            if (
+                "variant" not in loaded
+                and own["variant"] != "scaled_lr"
+                and any("momentum_buffer" in s for s in states)
+            ):
                 raise ValueError(
                     f"state_dict: its momentum is that of SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
-                    f"load it with variant='scaled_lr', take a step, and call convert({own['variant']!r})"
+                    "load it with variant='scaled_lr'"
                 )
 
     @override
@@ -110,47 +106,3 @@ class FusedLARS(AdaptiveOptimizer):
         assert batch is not None
         adapt = [int(group["always_adapt"]) for group in groups]
         return {"trust": batch.trust, "adapt": adapt, **super().arguments(batch, groups)}
-
-    @torch.no_grad()
-    def convert(self, variant: str) -> None:
-        """Continue as another variant. The momentum is rescaled so that it causes a step of the same length.
-
-        The buffers hold ``lr*R*d`` (you2017), ``R*d`` (scaled_grad) or ``d`` (scaled_lr). The factor uses R of the last
-        step and the current lr, so it is exact while both are constant.
-
-        Raises:
-            ValueError: the variant is unknown, a parameter has momentum but no ratio of the last step, or a factor is
-                zero or not finite. Nothing is changed then.
-        """
-        check_choice("variant", variant, VARIANTS)
-        ratios = self.trust_ratios()
-        factors: list[tuple[Tensor, float]] = []
-        for (name, param), group in self.named_parameters():
-            buffer = self.state.get(param, {}).get("momentum_buffer")
-            if buffer is None or variant == group["variant"]:
-                continue
-            if name not in ratios:
-                raise ValueError(
-                    f"parameter {name} has momentum and no ratio of the last step: call convert after a step in which "
-                    "it has a gradient, or delete its state"
-                )
-            rows, lr = ratios[name], float(group["lr"])
-            one = isinstance(rows, TrustRatio)
-            for part, row in zip([buffer] if one else buffer.unbind(0), [rows] if one else rows, strict=True):
-                assert isinstance(row, TrustRatio)
-                old, new = _scale(group["variant"], lr, row.ratio), _scale(variant, lr, row.ratio)
-                if not (0 < old < math.inf and 0 < new < math.inf):
-                    raise ValueError(
-                        f"parameter {name} had ratio {row.ratio} and has lr {lr}: its momentum cannot be converted"
-                    )
-                factors.append((part, new / old))
-        for part, factor in factors:
-            part.mul_(factor)
-        for group in self.param_groups:
-            group["variant"] = variant
-        self.defaults["variant"] = variant
-
-
-def _scale(variant: str, lr: float, ratio: float) -> float:
-    """The scale of the variant's momentum, relative to SGD's."""
-    return {"you2017": lr * ratio, "scaled_grad": ratio, "scaled_lr": 1.0}[variant]

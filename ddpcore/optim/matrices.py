@@ -13,73 +13,9 @@ from torch import Tensor
 
 from ddpcore.optim.checks import Group
 from ddpcore.optim.newton_schulz import direct_products, gram_products, orthogonalize, takes_gram
-from ddpcore.optim.shards import divided
-from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
+from ddpcore.parameters.shards import local
 
 MAX_BATCH = 2**26  # elements of the matrices that are orthogonalized together
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter of one step, or this rank's part of it."""
-
-    param: Any
-    part: Tensor
-    grad: Tensor
-    momentum: Tensor
-    group: Group
-    dtype: torch.dtype  # of the products
-    is_block: bool  # whether this rank's part is stepped alone
-
-    @property
-    def shards(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """The ranks that have its shards, and the dimension that they divide, for each such dimension of the mesh."""
-        return divided(self.param) if is_dtensor(self.param) else []
-
-    @property
-    def num_divided(self) -> int:
-        """The dimensions of the mesh that divide what this step takes as a whole."""
-        return 0 if self.is_block else len(self.shards)
-
-    @property
-    def scale(self) -> float:
-        """Of its first matrix."""
-        return self.on(torch.empty(self.param.shape, device="meta"))[0].scale
-
-    def matrices(self) -> Iterator[Matrix]:
-        """Its matrices, or those of this rank's part alone."""
-        factor = self.group["block_lr"] if self.is_block and self.shards else 1.0
-        parts = (self._parts(tensor) for tensor in (self.part, self.grad, self.momentum) if self.part.numel())
-        for weights, grad, momentum in zip(*parts, strict=True):
-            yield Matrix(weights, grad, momentum, self.group, self.dtype, factor)
-
-    def gathered(self) -> Tensor:
-        """The whole u. Collective over all ranks of the mesh."""
-        given = self.param.detach()
-        given._local_tensor = self.direction()
-        whole: Tensor = given.full_tensor()
-        return whole
-
-    def shard_of(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor of the parameter's shape."""
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  it takes a second to import
-
-        return local(distribute_tensor(whole, mesh_of(self.param), placements_of(self.param), src_data_rank=None))
-
-    def on(self, direction: Tensor) -> list[Matrix]:
-        """The matrices of a whole u, which need no other tensor: ``lerp`` of u and u is u."""
-        return [Matrix(part, part, part, self.group, self.dtype) for part in self._parts(direction)]
-
-    def direction(self) -> Tensor:
-        """u of this rank's part."""
-        momentum = float(self.group["momentum"])
-        return self.grad.lerp(self.momentum, momentum) if self.group["nesterov"] else self.momentum
-
-    def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        if self.group["batched"]:
-            return tensor.unbind()
-        split = self.group["split"]
-        return tensor.chunk(split) if isinstance(split, int) else tensor.split(split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,20 +60,13 @@ class Matrix:
 
     def direction(self) -> Tensor:
         """u, with ``rows <= columns``."""
-        direction = (
-            self.grad.lerp(self.momentum, float(self.group["momentum"])) if self.group["nesterov"] else self.momentum
-        )
-        matrix = direction.flatten(1)
+        matrix = direction_of(self.grad, self.momentum, self.group).flatten(1)
         return matrix.mT if self.shape[0] > self.shape[1] else matrix
 
     def upright(self, update: Tensor) -> Tensor:
         """O(u) with the rows and columns of the matrix."""
         rows, columns = self.shape
         return update.mT if rows > columns else update
-
-    def step(self, update: Tensor) -> None:
-        """Decay the weights and subtract the update."""
-        decay_and_add_(self.param, self.upright(update), self.group, self.scale * self.factor)
 
     @property
     def scale(self) -> float:
@@ -148,6 +77,39 @@ class Matrix:
         return math.sqrt(max(1, rows / columns))
 
 
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A parameter of one step of which this rank has a shard, and which is orthogonalized as a whole."""
+
+    param: Any
+    direction: Tensor  # u of the shard
+    group: Group
+    dtype: torch.dtype  # of the products
+    shards: list[tuple[dist.ProcessGroup, int]]  # as of :func:`~ddpcore.optim.shards.divided`
+
+    def matrices(self, whole: Tensor | None = None) -> list[Matrix]:
+        """The matrices of the whole u, which need no other tensor: ``lerp`` of u and u is u. None: without values."""
+        whole = torch.empty(self.param.shape, device="meta") if whole is None else whole
+        return [Matrix(part, part, part, self.group, self.dtype) for part in parts_of(whole, self.group)]
+
+    def step(self, update: Tensor) -> None:
+        """Step this rank's shard. The update has the scale of the first matrix."""
+        decay_and_add_(local(self.param), update, self.group, self.matrices()[0].scale)
+
+
+def parts_of(tensor: Tensor, group: Group) -> Sequence[Tensor]:
+    """The matrices in a parameter of a group."""
+    if group["batched"]:
+        return tensor.unbind()
+    split = group["split"]
+    return tensor.chunk(split) if isinstance(split, int) else tensor.split(split)
+
+
+def direction_of(grad: Tensor, momentum: Tensor, group: Group) -> Tensor:
+    """u."""
+    return grad.lerp(momentum, float(group["momentum"])) if group["nesterov"] else momentum
+
+
 def decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float) -> None:
     """Decay the weights of a matrix, or of a part of it, and subtract the scaled update."""
     lr = float(group["lr"])
@@ -155,13 +117,13 @@ def decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float) 
     weights.add_(update.reshape(weights.shape), alpha=-lr * scale)
 
 
-def results_of(members: Sequence[Member], wholes: Sequence[Tensor]) -> list[Tensor]:
+def results_of(members: Sequence[Divided], wholes: Sequence[Tensor]) -> list[Tensor]:
     """O(u) of whole parameters, where matrices of other scales than the first have the ratio of the scales."""
-    found = [member.on(whole) for member, whole in zip(members, wholes, strict=True)]
+    found = [member.matrices(whole) for member, whole in zip(members, wholes, strict=True)]
     updates = iter(orthogonal([matrix for matrices in found for matrix in matrices]))
     return [
-        torch.cat([(m.upright(next(updates)) * (m.scale / matrices[0].scale)).flatten() for m in matrices]).view(like)
-        for matrices, like in zip(found, (whole.shape for whole in wholes), strict=True)
+        torch.cat([(m.upright(next(updates)) * (m.scale / matrices[0].scale)).flatten() for m in matrices]).view_as(u)
+        for matrices, u in zip(found, wholes, strict=True)
     ]
 
 

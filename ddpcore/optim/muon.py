@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,16 +13,26 @@ from typing_extensions import override
 from ddpcore.ops.dtypes import wide
 from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
-from ddpcore.optim.matrices import Matrix, Member, decay_and_add_, orthogonal, places_in, results_of
+from ddpcore.optim.matrices import (
+    Divided,
+    Matrix,
+    decay_and_add_,
+    direction_of,
+    orthogonal,
+    parts_of,
+    places_in,
+    results_of,
+)
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import ShardExchange
 from ddpcore.optim.shards import divided, local_gradients
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
-from ddpcore.parameters.shards import is_dtensor, local
+from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
 
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")
+_NO_OPTIONS = ("self", "params", "adamw_lr", "ns_dtype", "process_group", "__class__")  # in the constructor's locals
 BUFFERS = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
@@ -39,18 +49,15 @@ class Muon(SavedOptimizer):
     parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
     **Shards.** A parameter may be a DTensor. If one dimension of its mesh divides it, as FSDP2 does, the matrix is
-    gathered on one of these ranks, orthogonalized there, and its shards are sent back: so no rank does the work of
-    another, and an all-to-all each way carries all matrices. If several dimensions divide it, as FSDP2 with tensor
-    parallelism does, all ranks gather the matrix and orthogonalize it.
+    gathered on one of these ranks, orthogonalized there, and its shards are sent back. If several do, as FSDP2 with
+    tensor parallelism, all ranks gather the matrix and orthogonalize it.
 
     **Blocks** (MuonBP: Khaled et al. 2025, arXiv:2510.16981; only its abstract and accounts by others were read). With
     ``period=P`` every P-th step, beginning with the first, is the one above. In the others each rank orthogonalizes its
-    shard as a matrix, with the s of the shard's own shape times ``block_lr``, and nothing is sent. A whole matrix is
-    its one block.
+    shard as a matrix, with the s of the shard's own shape times ``block_lr``, and nothing is sent.
 
     **Ranks.** With ``process_group``, whose ranks must have the same gradients, each rank orthogonalizes its share of
-    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``. A copy
-    has no process group: each rank orthogonalizes all matrices.
+    the matrices and the ranks gather the results. :func:`ddpcore.distribute` sets it for ``SSGD`` and ``DDP``.
 
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
@@ -103,30 +110,14 @@ class Muon(SavedOptimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
         self.process_group, self._adamw_lr, self._ns_dtype = process_group, adamw_lr, ns_dtype
         if not isinstance(ns_dtype, torch.dtype) or not ns_dtype.is_floating_point:
             raise ValueError(f"ns_dtype is {ns_dtype}: it must be a floating-point dtype")
         if adamw_lr is not None:
             check_number("adamw_lr", adamw_lr)
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "rule": "muon",
-            "split": 1,
-            "batched": None,
-            "period": 1,
-            "block_lr": 1.0,
-            "steps": 0,  # of a group with a period
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-        }
-        super().__init__(params, defaults)
+        of_groups = {"rule": "muon", "split": 1, "batched": None, "period": 1, "block_lr": 1.0}
+        super().__init__(params, {**options, **of_groups, "steps": 0})  # steps of a group with a period
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -185,13 +176,15 @@ class Muon(SavedOptimizer):
         self.note_capture()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
-        groups = [group for group in self.param_groups if group["rule"] == "muon"]
-        members = [member for group in groups for member in self._members(group)]
-        matrices = [matrix for member in members if not member.num_divided for matrix in member.matrices()]
+        matrices: list[Matrix] = []
+        members: list[Divided] = []
+        for group in self.param_groups:
+            if group["rule"] == "muon":
+                self._add_members(group, matrices, members)
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
-            matrix.step(update)
-        self._step_shards([member for member in members if member.num_divided == 1])
-        self._step_gathered([member for member in members if member.num_divided > 1])
+            decay_and_add_(matrix.param, matrix.upright(update), matrix.group, matrix.scale * matrix.factor)
+        self._step_shards([member for member in members if len(member.shards) == 1])
+        self._step_gathered([member for member in members if len(member.shards) > 1])
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss
 
@@ -211,8 +204,8 @@ class Muon(SavedOptimizer):
             own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]
         self._adamw.step()
 
-    def _members(self, group: Group) -> Iterator[Member]:
-        """The parameters of a group that have gradients, after a step of their momentum."""
+    def _add_members(self, group: Group, matrices: list[Matrix], members: list[Divided]) -> None:
+        """Step the momentum of a group, and add what is to be orthogonalized: here, and of several ranks together."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         for param in params:
             momentum = self.state[param].get("momentum_buffer")
@@ -228,35 +221,47 @@ class Muon(SavedOptimizer):
         if group["period"] > 1:
             group["steps"] += 1
         for param, grad, momentum in zip(params, grads, momenta, strict=True):
-            yield Member(param, local(param), grad, momentum, group, self._dtype_of(param), is_block)
+            dtype = torch.float64 if param.dtype == torch.float64 else self._ns_dtype
+            shards = divided(param) if is_dtensor(param) else []
+            if shards and not is_block:
+                members.append(Divided(param, direction_of(grad, momentum, group), group, dtype, shards))
+            elif momentum.numel():
+                factor = group["block_lr"] if shards else 1.0
+                parts = [parts_of(tensor, group) for tensor in (local(param), grad, momentum)]
+                for weights, of_grad, of_momentum in zip(*parts, strict=True):
+                    matrices.append(Matrix(weights, of_grad, of_momentum, group, dtype, factor))
 
-    def _step_shards(self, members: list[Member]) -> None:
+    def _step_shards(self, members: list[Divided]) -> None:
         """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""
-        kinds: dict[Any, list[Member]] = {}
+        kinds: dict[Any, list[Divided]] = {}
         for member in members:
-            kinds.setdefault((member.shards[0][0], member.param.dtype, member.part.device), []).append(member)
+            kinds.setdefault((member.shards[0][0], member.param.dtype, member.direction.device), []).append(member)
         for (group, dtype, device), mine in kinds.items():
-            shapes = [member.param.shape for member in mine]
-            costs = [
-                sum(one.cost for one in member.on(torch.empty(member.param.shape, device="meta"))) for member in mine
-            ]
+            costs = [sum(matrix.cost for matrix in member.matrices()) for member in mine]
             owners = owners_of(costs, dist.get_world_size(group))
-            exchange = ShardExchange(group, shapes, [member.shards[0][1] for member in mine], owners)
-            wholes = exchange.gather([member.direction() for member in mine])
+            shapes, dims = [member.param.shape for member in mine], [member.shards[0][1] for member in mine]
+            exchange = ShardExchange(group, shapes, dims, owners)
+            wholes = exchange.gather([member.direction for member in mine])
             results = results_of([mine[index] for index in exchange.owned], wholes)
             stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
             shards = exchange.scatter(results, torch.empty(0, dtype=stored, device=device))
             for member, shard in zip(mine, shards, strict=True):
-                decay_and_add_(member.part, shard, member.group, member.scale)
+                member.step(shard)
 
-    def _step_gathered(self, members: list[Member]) -> None:
+    def _step_gathered(self, members: list[Divided]) -> None:
         """Step DTensors that several dimensions of a mesh divide: all their ranks gather and orthogonalize them."""
-        results = results_of(members, [member.gathered() for member in members])
-        for member, result in zip(members, results, strict=True):
-            decay_and_add_(member.part, member.shard_of(result), member.group, member.scale)
+        if not members:
+            return
+        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  it takes a second to import
 
-    def _dtype_of(self, param: Tensor) -> torch.dtype:
-        return torch.float64 if param.dtype == torch.float64 else self._ns_dtype
+        wholes = []
+        for member in members:
+            given = member.param.detach()
+            given._local_tensor = member.direction
+            wholes.append(given.full_tensor())
+        for member, result in zip(members, results_of(members, wholes), strict=True):
+            mesh, placements = mesh_of(member.param), placements_of(member.param)
+            member.step(local(distribute_tensor(result, mesh, placements, src_data_rank=None)))
 
     def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""

@@ -23,13 +23,11 @@ def gram_products(rows: int, columns: int, steps: int) -> int:
 
 def takes_gram(rows: int, columns: int, steps: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gram form has fewer multiplications. In 16 bits its powers of the Gram matrix are too inexact."""
-    fewer = steps > 0 and gram_products(rows, columns, steps) < direct_products(rows, columns, steps)
-    return fewer and (dtype == torch.float64 or (dtype == torch.float32 and not _rounds_products(device)))
-
-
-def _rounds_products(device: torch.device) -> bool:
-    """Whether products of float32 matrices have factors in bfloat16, as the program may ask torch on a CPU."""
-    return device.type == "cpu" and torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
+    if steps == 0 or gram_products(rows, columns, steps) >= direct_products(rows, columns, steps):
+        return False
+    if dtype == torch.float32 and device.type == "cpu":  # where a program may ask torch for factors in bfloat16
+        return bool(torch.backends.mkldnn.matmul.fp32_precision != "bf16")  # type: ignore[attr-defined]
+    return dtype in (torch.float32, torch.float64)
 
 
 def orthogonalize(

@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ddpcore.ops import Rule
 from ddpcore.ops.steps import SGD
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.optim.checks import Group, check_momentum
 
 
 class FusedSGD(FusedOptimizer):
@@ -31,9 +29,8 @@ class FusedSGD(FusedOptimizer):
         weight_decay: coupled (L2) decay.
         nesterov: step along ``d + momentum*m``; needs momentum.
         maximize: ascend instead of descend.
-        foreach: accepted for compatibility with torch, and ignored.
         differentiable: must be False.
-        fused: accepted for compatibility with torch, and ignored.
+        foreach, fused: accepted as in torch, and ignored.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (SGDW, Loshchilov and Hutter
             2019) instead of being added to the gradient.
         max_grad_norm: if the norm of all gradients together is larger, the step uses gradients scaled down to this
@@ -68,8 +65,3 @@ class FusedSGD(FusedOptimizer):
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         super().__init__(params, dict(locals()))
-
-    @override
-    def check_group(self, group: Group) -> None:
-        super().check_group(group)
-        check_momentum(group)

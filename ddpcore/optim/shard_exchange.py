@@ -52,11 +52,9 @@ class ShardExchange:
         return [torch.cat(parts[index], dim=self._layouts[index][1]) for index in self.owned]
 
     def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """This rank's shards of all tensors, from those that each rank owns. Collective.
+        """This rank's shards of all tensors, from ``wholes`` in the order of ``owned``. Collective.
 
-        Args:
-            wholes: in the order of ``owned``.
-            like: a tensor of the dtype and the device, because a rank may own none.
+        ``like`` has the dtype and the device, because a rank may own none.
         """
         parts: list[list[Tensor]] = [[] for _ in range(self._num)]
         for index, whole in zip(self.owned, wholes, strict=True):

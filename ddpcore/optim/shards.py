@@ -56,8 +56,7 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
 def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int]]:
     """The ranks that have shards of a DTensor, and the dimension that they divide, for each such dimension of the mesh.
 
-    Raises:
-        ValueError: the only such dimension divides it in another way than ``torch.chunk``.
+    ValueError if the only such dimension divides it in another way than ``torch.chunk``.
     """
     mesh, placements = mesh_of(tensor), placements_of(tensor)
     dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
@@ -90,13 +89,7 @@ def local_gradients(
 ) -> list[Tensor]:
     """The local shards of the gradients, laid out as their parameters. Partial sums are reduced, as torch does.
 
-    Args:
-        params: those of the step.
-        grads: one for each.
-        named: returns every parameter with its name, for errors.
-
-    Raises:
-        ValueError: a gradient is not a DTensor on the mesh of its parameter.
+    ``named`` returns every parameter with its name, for the ValueError about a gradient on another mesh.
     """
     parts = []
     for param, grad in zip(params, grads, strict=True):

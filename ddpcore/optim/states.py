@@ -1,10 +1,8 @@
-"""The states of parameters: their creation, shared step counters, rounding, and checks of those of a file.
+"""The states of parameters in a ``state_dict``: copies, loading by name, the numbers of rounded ones, and checks.
 
 **Rounded states.** With the option ``state_dtype`` momentum and moments are in bfloat16, rounded stochastically. The
-random bits of an element depend on the number of steps that its parameter has taken, on the number of the parameter in
-the optimizer, and on the place of the element in the memory of the parameter. So they are the same for a list and a
-flat buffer, for any number of threads, on every rank and for every virtual learner: ranks that have the same weights
-and gradients keep the same weights. The shards of a DTensor have ranges of places that do not overlap.
+random bits of an element depend on the steps and the number of its parameter in the optimizer, and on its place in
+memory. So every rank and every virtual learner draws the same ones (docs/optimizers.md).
 """
 
 from __future__ import annotations
@@ -12,14 +10,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from ddpcore.ops import Rule
-from ddpcore.ops.dtypes import is_narrow, wide
+from ddpcore.ops.dtypes import is_narrow
 from ddpcore.optim.checks import Group, State, check_capture, is_capturing, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard
 from ddpcore.parameters.flat import FlatParameters
@@ -28,66 +26,6 @@ from ddpcore.parameters.shards import local
 ELEMENTS = 2**40  # more than a parameter has: the indices of two parameters never overlap
 
 Named = Iterable[tuple[tuple[str | int, Tensor], Group]]
-
-
-class Stateful(Protocol):
-    """The parts of an optimizer that this module uses."""
-
-    state: Any
-    param_groups: Any
-    rule: ClassVar[Rule]
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """The buffers that each parameter of the group has."""
-
-
-def has_master(group: Group, param: Tensor) -> bool:
-    """Whether the group keeps fp32 weights for this parameter."""
-    return bool(group["master_weights"]) and is_narrow(param.dtype)
-
-
-def create_states(
-    optimizer: Stateful, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]
-) -> None:
-    """Create the missing states of a parameter. Parameters that start together share a step counter of ``fresh``."""
-    names = optimizer.state_names(group)
-    if not names and not group["master_weights"]:
-        return
-    state = optimizer.state[param]
-    if has_master(group, param) and "master" not in state:
-        state["master"] = param.detach().to(torch.float32, copy=True)
-    elif "master" in state and not is_narrow(param.dtype):
-        del state["master"]  # the model had 16 bits before, and no longer needs a master
-    if not names:
-        return
-    missing = [name for name in names if state.get(name) is None]
-    for name in names:
-        keeps_more = optimizer.rule.wide_states or "master" in state
-        dtype = torch.bfloat16 if is_rounded(group) else wide(param.dtype) if keeps_more else param.dtype
-        if name in missing:
-            state[name] = torch.zeros_like(param, dtype=dtype)
-        elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
-            state[name] = state[name].to(dtype)
-    if not isinstance(state.get("step"), Tensor | None):
-        state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
-    if missing or "step" not in state:
-        begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
-        if begun not in fresh:
-            fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
-        state["step"] = fresh[begun]
-
-
-def split_steps(optimizer: Stateful, members: list[Tensor]) -> None:
-    """Give the members, which take the next step, other step counters than the parameters that skip it."""
-    stepped = set(map(id, members))
-    state = optimizer.state
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
-    own: dict[Tensor, Tensor] = {}
-    for param in members:
-        step = state[param].get("step") if param in state else None
-        if step is not None and step in skipped:
-            state[param]["step"] = own.setdefault(step, step.clone())
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -101,12 +39,9 @@ class SavedOptimizer(torch.optim.Optimizer):
     _given: tuple[dict[Any, Tensor], dict[Any, State]] | None = None  # while a state_dict is loaded
 
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
-        """Raise ValueError unless a state can be loaded.
+        """Raise ValueError unless a state can be loaded into ``groups``, the optimizer's with the options of the file.
 
-        Args:
-            groups: the optimizer's groups with the options of the file.
-            saved: the parameter of each number in the file.
-            state_dict: the file.
+        ``saved`` has the parameter of each number in the file.
         """
         raise NotImplementedError
 
@@ -165,16 +100,7 @@ class SavedOptimizer(torch.optim.Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            result = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        result["state"] = {key: _copied(state) for key, state in result["state"].items()}
-        result["param_groups"] = [_copied(group) for group in result["param_groups"]]
-        for hook in hooks.values():
-            changed = hook(self, result)
-            result = result if changed is None else changed
+        result: dict[str, Any] = tree_map(_copied, super().state_dict())
         return result
 
     def _restore(self, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:
@@ -196,8 +122,8 @@ class SavedOptimizer(torch.optim.Optimizer):
                 state["step"] = steps[key]
 
 
-def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -205,15 +131,9 @@ WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapp
 
 
 def order_of(index: int, own: Group, loaded: Group) -> Group:
-    """``params`` and ``param_names`` of a loaded group in the order of the names of the optimizer's group.
+    """``params`` and ``param_names`` of a loaded group, in the order of the names of the optimizer's group.
 
-    Args:
-        index: of the group.
-        own: the group of the optimizer.
-        loaded: the group of the file, with as many parameters.
-
-    Raises:
-        ValueError: both have names, and the names differ.
+    ValueError if both have names, and these differ.
     """
     if "param_names" not in own or "param_names" not in loaded:
         return {"params": loaded["params"], **{key: own[key] for key in ("param_names",) if key in own}}
@@ -239,12 +159,7 @@ def plain_name(name: str) -> str:
 
 
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
-    """Raise ValueError if a parameter cannot have the rounded states that its group asks for.
-
-    Args:
-        named: names, parameters and their groups.
-        loaded: states that are about to be loaded, by the id of the parameter.
-    """
+    """Raise ValueError if a parameter cannot have the rounded states of its group, or of ``loaded``, by its id."""
     for (name, param), group in named:
         if not is_rounded(group):
             continue
@@ -256,30 +171,10 @@ def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> 
             )
 
 
-def check_loaded(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Group], saved: Mapping[Any, Tensor], states: Mapping[Any, State]
-) -> None:
-    """Raise ValueError if a parameter cannot have the rounded states of a state_dict.
-
-    Args:
-        optimizer: that loads it.
-        groups: the groups of the optimizer, with the options of the state_dict.
-        saved: the parameter of each number in the state_dict.
-        states: the states in the state_dict, by number.
-    """
-    loaded = {id(param): states.get(number, {}) for number, param in saved.items()}
-    for own, group in zip(optimizer.param_groups, groups, strict=True):
-        names = own["param_names"] if "param_names" in own else group["params"]
-        check_roundable(((pair, group) for pair in zip(names, own["params"], strict=False)), loaded)
-
-
 def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | None) -> list[int]:
-    """The index of the first element of each parameter among the random numbers.
+    """The index of each parameter's first element among the random numbers, by its place in ``named``, which has all.
 
-    Args:
-        params: some of the optimizer's parameters.
-        named: all of them, in their order.
-        flat: the buffer of which they are views. Virtual learners have the numbers of the first one.
+    Virtual learners, whose parameters are views of ``flat``, have the numbers of the first one.
     """
     num = 0 if flat is None else len(flat.segments)
     first_of = {} if flat is None else {id(p): id(flat.parameters[i % num]) for i, p in enumerate(flat.parameters)}
@@ -293,11 +188,6 @@ def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | Non
 # ---- checks ----
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements share one place in memory, as in an expanded tensor."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
 def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[Tensor, State]) -> None:
     """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients and states."""
     if True in [grad.is_sparse for grad in grads]:
@@ -306,7 +196,8 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         )
     if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
-    if True in [overlaps_itself(local(param)) for param in params]:
+    parts = map(local, params)
+    if any(stride == 0 and size > 1 for part in parts for stride, size in zip(part.stride(), part.shape, strict=True)):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.ops import MAX_STEP_PEERS, Mixture, Rule, WeightAverage
+from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
 from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
 from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
@@ -24,37 +24,16 @@ from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 _gradient_of = attrgetter("grad")
 
 
-class Stepped(Protocol):
-    """The parts of a fused optimizer that :class:`WeightStep` uses."""
-
-    rule: ClassVar[Rule]
-    state: Any
-    param_groups: Any
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """The buffers that each parameter of the group has."""
-
-    def create_states(self, group: Group, param: Tensor, fresh: dict[tuple[torch.device, float], Tensor]) -> None:
-        """Create the missing states of a parameter. Those that start together share a step counter of ``fresh``."""
-
-    def arguments(self, batch: Any, groups: list[Group]) -> dict[str, Any]:
-        """The operator's arguments for a call with these groups."""
-
-    def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
-        """Step the groups tensor by tensor; average the tensors in the same pass."""
-
-
 class WeightStep:
     """Averages and steps the weights of a flat buffer.
 
     Args:
         flat: the parameters.
-        optimizer: a fused optimizer, whose ``step()`` calls :meth:`run`; None for any other optimizer.
+        optimizer: a :class:`~ddpcore.optim.FusedOptimizer`, whose ``step()`` calls :meth:`run`; None for any other.
     """
 
-    def __init__(self, flat: FlatParameters, optimizer: Stepped | None = None) -> None:
-        self.flat = flat
-        self._optimizer = optimizer
+    def __init__(self, flat: FlatParameters, optimizer: Any = None) -> None:
+        self.flat, self._optimizer = flat, optimizer
         self._average: WeightAverage | None = None
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
@@ -72,7 +51,6 @@ class WeightStep:
 
     def run(self) -> None:
         """Average the weights and step all groups of the fused optimizer."""
-        assert self._optimizer is not None
         average, groups = self._average, self._optimizer.param_groups
         if isinstance(average, Mixture) and self._is_one_pass(average, groups):
             self._average = None
@@ -87,16 +65,12 @@ class WeightStep:
 
     def _is_one_pass(self, mixture: Mixture, groups: Sequence[Group]) -> bool:
         """Whether the optimizer's kernel takes the mixture, and steps every parameter of the flat buffer."""
-        optimizer, flat = self._optimizer, self.flat
-        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        if (
-            scaled
-            or flat.param_LP.dtype not in KERNEL_DTYPES
-            or len(mixture.peers) > MAX_STEP_PEERS
-            or flat.num_rows > 1
-        ):
+        flat = self.flat
+        if self._is_scaled() or flat.param_LP.dtype not in KERNEL_DTYPES:
             return False
-        if flat.shards is not None and optimizer is not None and optimizer.rule.uses_norms:
+        if len(mixture.peers) > MAX_STEP_PEERS or flat.num_rows > 1:
+            return False
+        if flat.shards is not None and self._optimizer.rule.uses_norms:
             return False  # its two passes add norms of shards in between
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
             return False
@@ -107,7 +81,6 @@ class WeightStep:
 
     def _run_columns(self, groups: Sequence[Group]) -> None:
         """Step the groups, where possible by columns of the buffers ``[L, P]``, which are fewer tensors."""
-        assert self._optimizer is not None
         if self._columns is None or self._columns.layout is not self.flat.segments:
             self._columns = _Columns(self.flat)  # the layout has changed: states are copied into new buffers
         own = self.flat.own_grads(LARGE)
@@ -124,6 +97,11 @@ class WeightStep:
         if rest:
             self._optimizer.step_lists(rest)
 
+    def _is_scaled(self) -> bool:
+        """Whether ``GradScaler`` leaves unscaling to this step."""
+        optimizer = self._optimizer
+        return getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
+
     def _apply_average(self) -> None:
         if self._average is not None:
             self.flat.average_(self._average)
@@ -132,9 +110,7 @@ class WeightStep:
     def _column_states(self, group: Group) -> tuple[str, ...] | None:
         """The states of a group that columns can step: no gradient is missing or scaled, and states agree."""
         optimizer, params = self._optimizer, group["params"]
-        assert optimizer is not None
-        scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        if scaled or group["max_grad_norm"] is not None or not params:
+        if self._is_scaled() or group["max_grad_norm"] is not None or not params:
             return None
         if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
             return None
@@ -144,7 +120,7 @@ class WeightStep:
             return None
         if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._covers_all_learners(params):
             return None
-        names = optimizer.state_names(group)
+        names: tuple[str, ...] = optimizer.state_names(group)
         if not names:
             return names
         assert self._columns is not None
@@ -157,7 +133,6 @@ class WeightStep:
 
     def _divide_steps(self, groups: Sequence[Group], names_of: Sequence[tuple[str, ...] | None]) -> None:
         """Give a group its own step counters, where the program has moved a parameter to it: kernels count by group."""
-        assert self._optimizer is not None
         state, owned = self._optimizer.state, set[Tensor]()
         for group, names in zip(groups, names_of, strict=True):
             params = group["params"] if names is None else group["params"][:1]  # columns have one counter
@@ -183,7 +158,6 @@ class WeightStep:
 
     def _step_columns(self, group: Group, names: tuple[str, ...], own: dict[int, Tensor]) -> None:
         optimizer, columns, flat, params = self._optimizer, self._columns, self.flat, group["params"]
-        assert optimizer is not None
         assert columns is not None
         if id(group) not in self._ready and names:
             columns.take_states(names, group, optimizer)
@@ -193,7 +167,7 @@ class WeightStep:
             return [row for begin, end, _ in pieces for row in rows_in(buffer_LP, begin, end)]
 
         weights = rows_of(flat.param_LP)
-        buffers = [rows_of(columns.buffer(name)) if name in names else [] for name in optimizer.rule.buffers]
+        buffers = [rows_of(columns.states[name][0]) if name in names else [] for name in optimizer.rule.buffers]
         getattr(ops, optimizer.rule.operator)(
             weights,
             [row for begin, end, rows in pieces for row in rows or rows_in(flat.grad_LP, begin, end)],
@@ -226,26 +200,29 @@ class _Columns:
         self.scratch = torch.zeros(
             2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
         )
-        # name -> buffer, and by parameter id its view and the address that the view must have
-        self._states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
+        # name -> buffer [L, P], and by parameter id its view and the address that the view must have
+        self.states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
         # The same views and addresses as lists, for some states of some parameters.
         self._held: dict[tuple[Any, ...], list[tuple[list[Tensor], list[int]]]] = {}
         self._spans: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
 
-    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Stepped) -> None:
+    def take_states(self, names: tuple[str, ...], group: Group, optimizer: Any) -> None:
         """The states of the group's parameters become views of buffers ``[L, P]``."""
-        self._forget_moved()
+        views_of_all = [pair for _, views in self.states.values() for pair in views.values()]
+        if any(view.data_ptr() != address for view, address in views_of_all):  # the program has set a state's .data
+            self._held.clear()
+            self.states.clear()
         for name in names:
-            if name not in self._states:
+            if name not in self.states:
                 weights_LP = self._flat.param_LP
                 dtype = wide(weights_LP.dtype) if optimizer.rule.wide_states else weights_LP.dtype
                 buffer_LP = torch.zeros_like(weights_LP, dtype=dtype)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
-                self._states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
+                self.states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
         fresh: dict[tuple[torch.device, float], Tensor] = {}
         for parameter in group["params"]:
             state = optimizer.state[parameter]
-            views_of_state = {name: self._states[name][1][id(parameter)][0] for name in names}
+            views_of_state = {name: self.states[name][1][id(parameter)][0] for name in names}
             if all(state.get(name) is view for name, view in views_of_state.items()):
                 continue
             optimizer.create_states(group, parameter, fresh)
@@ -253,17 +230,13 @@ class _Columns:
                 if state[name] is not view:
                     state[name] = view.copy_(state[name])  # a state that is new, was loaded, or has an older layout
 
-    def buffer(self, name: str) -> Tensor:
-        """The buffer ``[L, P]`` of this state."""
-        return self._states[name][0]
-
     def hold(self, names: tuple[str, ...], params: list[Tensor], states: list[Any]) -> bool:
         """Whether these states are views of the buffers already, with one counter of steps."""
         key = (names, *map(id, params))
         if key not in self._held:
-            if any(name not in self._states for name in names):
+            if any(name not in self.states for name in names):
                 return False
-            found = [[self._states[name][1][id(param)] for param in params] for name in names]
+            found = [[self.states[name][1][id(param)] for param in params] for name in names]
             self._held[key] = [([view for view, _ in pairs], [address for _, address in pairs]) for pairs in found]
         try:
             steps = list(map(itemgetter("step"), states))
@@ -274,22 +247,11 @@ class _Columns:
         except KeyError:
             return False
 
-    def _forget_moved(self) -> None:
-        """Forget all buffers if a state is no longer a view of one, because the program has set its ``.data``."""
-        pairs = [pair for _, views in self._states.values() for pair in views.values()]
-        if any(view.data_ptr() != address for view, address in pairs):
-            self._held.clear()
-            self._states.clear()
-
     def pieces_of(self, params: list[Tensor], own: dict[int, Tensor]) -> list[tuple[int, int, list[Tensor]]]:
         """(begin, end, rows) of the parameters' columns. Adjacent ones in ``grad_LP`` are one piece.
 
-        Args:
-            params: the parameters of one group.
-            own: gradients outside of ``grad_LP``, by the parameter's index.
-
-        Returns:
-            The rows are the learners' gradients, where one of them is outside, and else empty.
+        ``own`` has gradients outside of ``grad_LP``, by the parameter's index: ``rows`` are then the gradients of all
+        learners, and else empty.
         """
         members = tuple(id(parameter) for parameter in params)
         if members not in self._spans:

@@ -65,17 +65,17 @@ def test_eigenvalues_with_recalibrated_statistics_are_those_of_the_loss() -> Non
 
 
 def test_a_loss_function_that_reads_the_weights() -> None:
-    """vmap moves the weights of the model alone, so it cannot be used."""
+    """It sees those of each point."""
     model, batches = network(), samples()
 
     def loss(outputs: Any, targets: Any) -> Tensor:
         return F.cross_entropy(outputs, targets) + 0.1 * sum(own.square().sum() for own in model.parameters())
 
     data, plane, grid = DataLoss(model, loss, batches), random_plane(model), np.linspace(-1, 1, 5)
-    alone = landscape(data, plane, x=grid, y=grid, vectorize=False)
-    np.testing.assert_array_equal(landscape(data, plane, x=grid, y=grid).loss, alone.loss)
-    with pytest.raises(ValueError, match="vmap gives another loss: the loss function reads weights of the model"):
-        landscape(data, plane, x=grid, y=grid, vectorize=True)
+    found = landscape(data, plane, x=grid, y=grid).loss
+    plain = landscape(DataLoss(model, F.cross_entropy, batches), plane, x=grid, y=grid).loss
+    penalties = [[0.1 * float(plane.at(x, y).square().sum()) for x in grid] for y in grid]
+    np.testing.assert_allclose(found, plain + penalties, rtol=1e-5)
 
 
 def test_a_loader_draws_nothing_from_the_generator(tmp_path: Any) -> None:
@@ -83,8 +83,7 @@ def test_a_loader_draws_nothing_from_the_generator(tmp_path: Any) -> None:
     loader = DataLoader(TensorDataset(torch.randn(25, 6), torch.randint(3, (25,))), batch_size=10)
     before = torch.get_rng_state()
     data = DataLoss(model, F.cross_entropy, loader)
-    for vectorize in (True, False, "measure"):
-        landscape(data, random_plane(model), x=GRID, y=GRID, vectorize=vectorize, out=tmp_path / f"{vectorize}.h5")
+    landscape(data, random_plane(model), x=GRID, y=GRID, out=tmp_path / "surface.h5")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -173,5 +172,5 @@ def test_accuracy_of_classes_along_dimension_1(outputs: Tensor, targets: Tensor,
 
     model = Fixed()
     data = DataLoss(model, lambda outputs, targets: outputs.float().square().mean(), [(torch.zeros(4, 1), targets)])
-    found = landscape(data, random_plane(model), x=GRID, y=GRID, vectorize=False).accuracy
+    found = landscape(data, random_plane(model), x=GRID, y=GRID).accuracy
     assert np.isnan(found).all() if percent is None else (found == percent).all()

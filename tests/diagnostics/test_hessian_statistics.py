@@ -85,7 +85,7 @@ def test_two_learners_and_one_process_of_drawn_models(seed: int) -> None:
     run = drawn_runs.Drawn(seed - seed % 7 + seed % 6, strategy="ssgd")  # none with power iterations in each pass
     model, limits = copy.deepcopy(run.model), {"seed": 0, "tolerance": 1e-2}
     batches = list(zip(run.inputs(0), run.labels(0), strict=True))
-    ends = Hessian(model, DataLoss(model, F.cross_entropy, batches), vectorize=False).eigenvalues(1, 1, **limits)
+    ends = Hessian(model, DataLoss(model, F.cross_entropy, batches)).eigenvalues(1, 1, **limits)
     statistics = HessianStatistics(run.handle, lambda: run.loss(0), every=1, top=1, **limits)
     run.step(0)
     (record,) = statistics.records
@@ -251,7 +251,7 @@ def test_a_model_without_learners() -> None:
             optimizer.zero_grad()
             loss().backward()
             if watched and statistics.num_steps == 1:
-                expected = Hessian(model, loss, vectorize=False).eigenvalues(2, 1, tolerance=1e-6)
+                expected = Hessian(model, loss).eigenvalues(2, 1, tolerance=1e-6)
             optimizer.step()
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +59,16 @@ def one_by_one(model: nn.Module, plane: Plane, batch_norm: str = "eval") -> tupl
 
 
 @pytest.mark.parametrize(
-    ("norm", "batch_norm", "vectorize"),
-    [
-        (False, "eval", True),
-        (False, "eval", "measure"),
-        (True, "eval", True),
-        (True, "eval", False),
-        (True, "batch", "measure"),
-        (True, "recalibrate", False),
-    ],
+    ("norm", "batch_norm"), [(False, "eval"), (True, "eval"), (True, "batch"), (True, "recalibrate")]
 )
-def test_every_point(norm: bool, batch_norm: str, vectorize: Any) -> None:
+def test_every_point(norm: bool, batch_norm: str) -> None:
     """On a grid that is not square, with batches of different sizes; the model stays as it was."""
     model = network(norm=norm).train()
     if norm:
         model(batches()[0][0])  # running statistics that are not the initial ones
     plane, before = random_plane(model, seed=3), copy.deepcopy(model.state_dict())
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    found = landscape(data_of(model), plane, x=X, y=Y, batch_norm=batch_norm, vectorize=vectorize)
+    found = landscape(data_of(model), plane, x=X, y=Y, batch_norm=batch_norm)
     losses, accuracies = one_by_one(model, plane, batch_norm)
     assert found.loss == pytest.approx(losses, rel=1e-5)
     assert found.accuracy == pytest.approx(accuracies, abs=1e-4)
@@ -88,35 +79,7 @@ def test_every_point(norm: bool, batch_norm: str, vectorize: Any) -> None:
     assert model.training and model[1].training
 
 
-@pytest.mark.parametrize("vmap_is_faster", [True, False])
-def test_measuring_keeps_the_faster_way(vmap_is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of the test: a point takes one second in one way, and two in the other."""
-    module = importlib.import_module("ddpcore.diagnostics.landscape")
-    now, ran = [0.0], []
-    alone, in_vmap = module._Points._alone, module._Points._in_vmap
-
-    def timed_alone(self: Any, row: Tensor) -> Any:
-        now[0] += 2.0 if vmap_is_faster else 1.0
-        ran.append("alone")
-        return alone(self, row)
-
-    def timed_vmap(self: Any, rows: list[Tensor]) -> Any:
-        now[0] += len(rows) * (1.0 if vmap_is_faster else 2.0)
-        ran.append("vmap")
-        return in_vmap(self, rows)
-
-    monkeypatch.setattr(module, "CHUNK", 2)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(module._Points, "_alone", timed_alone)
-    monkeypatch.setattr(module._Points, "_in_vmap", timed_vmap)
-    model = network()
-    assert landscape(data_of(model), random_plane(model), x=[0.0, 0.5, 1.0], y=[0.0, 1.0]).done.all()
-    assert ran[:3] == ["alone", "alone", "vmap"]
-    assert ran[3:] == (["vmap", "alone", "vmap"] if vmap_is_faster else ["alone"] * 4)  # vmap compares one point
-
-
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_parameters_of_two_dtypes(vectorize: bool) -> None:
+def test_parameters_of_two_dtypes() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,7 +91,7 @@ def test_parameters_of_two_dtypes(vectorize: bool) -> None:
 
     model = Mixed()
     plane = random_plane(model)
-    found = landscape(data_of(model), plane, x=X, y=Y, vectorize=vectorize)
+    found = landscape(data_of(model), plane, x=X, y=Y)
     assert found.loss == pytest.approx(one_by_one(model, plane)[0], rel=1e-5)
     assert [parameter.dtype for parameter in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
 
@@ -185,7 +148,7 @@ def test_resume_at_any_point(stop: int, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.import_module("ddpcore.diagnostics.landscape"), "CHUNK", 1)
     model = network()
     plane, path = random_plane(model), tmp_path / "surface.h5"
-    expected = landscape(data_of(model), plane, x=X, y=Y, vectorize=False)
+    expected = landscape(data_of(model), plane, x=X, y=Y)
     num_calls = 0
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -199,10 +162,10 @@ def test_resume_at_any_point(stop: int, tmp_path: Path, monkeypatch: pytest.Monk
     before = [parameter.clone() for parameter in model.parameters()]
     data = DataLoss(model, loss, batches())
     with pytest.raises(Stopped):
-        landscape(data, plane, x=X, y=Y, out=path, vectorize=False)
+        landscape(data, plane, x=X, y=Y, out=path)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert read_surface(path).done.sum() == stop
-    found = landscape(data, plane, x=X, y=Y, out=path, vectorize=False)
+    found = landscape(data, plane, x=X, y=Y, out=path)
     assert num_calls == 3 * X.size * Y.size + 1
     losses, wanted = found.loss.reshape(-1), expected.loss.reshape(-1).copy()
     wanted[:2] = 0.0, np.nan
@@ -341,7 +304,6 @@ def test_damaged_file(damage: str, tmp_path: Path) -> None:
         ({"y": [0.0, 0.0]}, "y must be"),
         ({"x": [0.0, float("nan")]}, "x must be"),
         ({"batch_norm": "training"}, "batch_norm is 'training'"),
-        ({"batch_norm": "batch", "vectorize": True}, "cannot run in vmap"),
         ({"plane": random_plane(nn.Linear(2, 2))}, "the plane is of a model with 6 parameters"),
     ],
 )  # fmt: skip

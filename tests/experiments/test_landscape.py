@@ -121,7 +121,7 @@ def test_solutions_and_eigenvectors(runs: Path, main: Main) -> None:
 
 
 def test_processes_share_the_points(runs: Path) -> None:
-    """Also with eigenvalues at each point. The bits are those of one process, which does not use vmap for so few."""
+    """Also with eigenvalues at each point. The bits are those of one process."""
     for num in (1, 2):
         words = ("landscape", runs / "a", "--points", 3, "--samples", 20, "--ratio", "--batch-norm", "recalibrate")
         more = ("--out", runs / str(num), "--world-size", num)

@@ -99,7 +99,7 @@ def landscape_of(group: dist.ProcessGroup | None = None, out: Path | None = None
     data = DataLoss(model, F.cross_entropy, [samples(13)])
     x, y = np.linspace(-1, 1, 3), np.linspace(0, 1, 2)
     plane = random_plane(model)
-    return landscape(data, plane, x=x, y=y, curvature=True, group=group, out=out, vectorize=False).values
+    return landscape(data, plane, x=x, y=y, curvature=True, group=group, out=out).values
 
 
 def resumed(rank: int) -> dict[str, np.ndarray]:
@@ -121,7 +121,7 @@ def of_two(group: dist.ProcessGroup | None = None, *, learners: int | None = Non
     batches = [samples(16, seed) for seed in (0, 1)]
     limits: dict[str, Any] = {"seed": 0, "tolerance": 1e-6}
     if group is None and learners is None:
-        ends = Hessian(model, DataLoss(model, F.cross_entropy, batches), vectorize=False)
+        ends = Hessian(model, DataLoss(model, F.cross_entropy, batches))
         return ends.eigenvalues(2, 1, **limits).values.tolist()
     optimizer = FusedSGD(model.parameters(), lr=0.1)
     vectorize = None if learners is None else False

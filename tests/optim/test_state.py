@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
 from helpers.steps import take_steps
 
@@ -229,68 +229,6 @@ def test_a_state_that_does_not_fit_changes_nothing(fault):
         optimizer.load_state_dict(state)
     assert same_tree(snapshot(optimizer)[0], before[0])
     take_steps(model, optimizer, range(2, 3))
-
-
-VARIANTS = ("you2017", "scaled_grad", "scaled_lr")
-
-
-def constant(optimizer: FusedOptimizer, param: nn.Parameter, num_steps: int) -> None:
-    """Steps with constant R: weights and gradients are rescaled to the same norm each time."""
-    for _ in range(num_steps):
-        with torch.no_grad():
-            param.div_(param.norm())
-        param.grad = torch.randn_like(param)
-        param.grad /= param.grad.norm()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("to", VARIANTS)
-@pytest.mark.parametrize("begun", VARIANTS)
-def test_convert_goes_on_along_the_same_way(begun, to):
-    """With constant rate and ratio the variants are equal, so converting must change nothing."""
-    ends = []
-    for convert in (False, True):
-        torch.manual_seed(5)
-        param = nn.Parameter(torch.randn(30, dtype=torch.float64))
-        optimizer = FusedLARS([param], lr=0.1, variant=begun, trust_coefficient=0.3, weight_decay=0.1)
-        constant(optimizer, param, 4)
-        if convert:
-            optimizer.convert(to)
-            assert optimizer.param_groups[0]["variant"] == to
-        constant(optimizer, param, 4)
-        ends.append(param.detach().clone())
-    # eight steps of some ten roundings, of values of at most 1
-    torch.testing.assert_close(*ends, rtol=0, atol=100 * torch.finfo(torch.float64).eps)
-
-
-def test_convert_there_and_back_and_twice():
-    model = net(torch.float64)
-    optimizer = FusedLARS(model.parameters(), lr=0.1)
-    take_steps(model, optimizer, range(3))
-    before = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
-    for variant in ("scaled_lr", "scaled_grad", "scaled_grad", "you2017"):
-        optimizer.convert(variant)
-    for state, buffer in zip(optimizer.state.values(), before, strict=True):
-        torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=8 * torch.finfo(torch.float64).eps, atol=0)
-
-
-@pytest.mark.parametrize("fault", ["no step", "overflow", "lr", "zero ratio", "unknown"])
-def test_convert_that_cannot_be_changes_nothing(fault):
-    model = net()
-    optimizer = FusedLARS(model.parameters(), lr=0.1, trust_coefficient=0.0 if fault == "zero ratio" else 0.1)
-    if fault == "overflow":
-        optimizer.found_inf = torch.ones(1)
-    take_steps(model, optimizer, range(1))
-    if fault == "no step":
-        again = FusedLARS(model.parameters())
-        again.load_state_dict(optimizer.state_dict())
-        optimizer = again
-    if fault == "lr":
-        optimizer.param_groups[0]["lr"] = 0.0
-    before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=r"convert|variant is 'best': choose from you2017, scaled_grad, scaled_lr"):
-        optimizer.convert("best" if fault == "unknown" else "scaled_grad")
-    assert same_tree(snapshot(optimizer)[0], before[0])
 
 
 @pytest.mark.parametrize("clear", ["all", "new dictionary", "one entry", "inside of one entry"])

@@ -150,11 +150,3 @@ def test_clips_of_any_kind_of_number():
     FusedLAMB([p], lr=0.1, trust_clip=np.float32(0.5)).step()
     FusedLAMB([q], lr=0.1, trust_clip=0.5).step()
     assert torch.equal(p, q)
-
-
-def test_a_converted_optimizer_keeps_its_variant_for_new_groups():
-    optimizer = FusedLARS([parameter()], lr=0.1)
-    optimizer.step()
-    optimizer.convert("scaled_lr")
-    optimizer.add_param_group({"params": [parameter()]})
-    assert [group["variant"] for group in optimizer.param_groups] == ["scaled_lr"] * 2

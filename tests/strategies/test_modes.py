@@ -110,7 +110,7 @@ def measured(mode: Mode) -> dict[str, Any]:
     plain = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     plain.load_state_dict(handle.evaluation_model().state_dict())
     data = [(torch.randn(8, 5, generator=torch.Generator().manual_seed(9)), torch.zeros(8, 3))]
-    hessian = Hessian(plain, DataLoss(plain, nn.functional.mse_loss, data), vectorize=False)
+    hessian = Hessian(plain, DataLoss(plain, nn.functional.mse_loss, data))
     with mode():
         record = statistics.records[-1]
         values = hessian.eigenvalues()
