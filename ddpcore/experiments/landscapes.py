@@ -135,7 +135,7 @@ def _compute_one(
     elif options.plane == "random":
         plane = random_plane(run.model, seed=options.seed)
     else:  # one vector after the other has the same bits in each run, so that the file can be continued
-        vectors = Hessian(run.model, data, vectorize=False).eigenvalues(largest=2, smallest=0)
+        vectors = Hessian(run.model, data).eigenvalues(largest=2, smallest=0)
         plane = eigenvector_plane(run.model, vectors)
     x, y = (np.linspace(low, high, options.points) for low, high in low_high)
     batch_norm = options.batch_norm or batch_norm

@@ -2,7 +2,7 @@
 
 from .adamw import FusedAdamW
 from .base import FusedOptimizer, TrustRatio
-from .groups import param_groups
+from .groups import describe, param_groups
 from .lamb import FusedLAMB
 from .lars import FusedLARS
 from .muon import Muon
@@ -19,5 +19,6 @@ __all__ = [
     "OPTIMIZERS",
     "TrustRatio",
     "build_optimizer",
+    "describe",
     "param_groups",
 ]

@@ -11,7 +11,7 @@ import inspect
 import operator
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
 
     The last group has ``weight_decay=0`` and ``always_adapt=False``, as in the papers on LARS and LAMB: parameters with
     at most one dimension (biases, scales, class tokens of one dimension), all parameters of normalization layers, and
-    the gains of ``weight_norm``.
+    the gains of ``weight_norm``. :func:`describe` shows what a group has.
 
     Args:
         model: parameters that need no gradient are left out; tied ones are taken once.
@@ -92,6 +92,26 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
         for group in groups:
             group["weight_decay"] = 0.0 if group is groups[-1] else weight_decay
     return [group for group in groups if group["params"]]
+
+
+def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str:
+    """A table of parameter groups as text: a line for each parameter, with the group's rule, decay and learning rate.
+
+    Args:
+        groups: of :func:`param_groups`, or an optimizer.
+    """
+    groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
+    lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
+    for index, group in enumerate(groups):
+        options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
+        names = group.get("param_names", range(len(group["params"])))
+        for name, param in zip(names, group["params"], strict=True):
+            name, param = param if isinstance(param, tuple) else (name, param)
+            lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
+    kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    rows = zip(*kept, strict=True)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _ids(modules: Iterable[nn.Module]) -> set[int]:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
 from ddpcore.models import MODELS
-from ddpcore.optim import Muon, param_groups
+from ddpcore.optim import FusedLAMB, Muon, describe, param_groups
 
 Roles = dict[str, tuple[str, float]]
 
@@ -207,3 +207,18 @@ def test_parts_of_a_parameter_are_matrices_of_their_own():
 def test_splits_that_do_not_fit_are_refused(split: Any, message: str):
     with pytest.raises(ValueError, match=message):
         Muon([{"params": [("w", nn.Parameter(torch.ones(12, 5)))], "split": split}])
+
+
+# ---- the table ----
+
+
+def test_the_table_shows_every_parameter():
+    groups = param_groups(HeadFirst(), 0.1, rule="muon")
+    text = describe(groups)
+    lines = text.splitlines()
+    assert lines[0].split() == ["group", "rule", "weight_decay", "shape", "parameter"]
+    assert len(lines) == 1 + len(list(HeadFirst().parameters()))
+    assert any(line.split() == ["1", "adamw", "0.1", "3x8", "head.weight"] for line in lines)
+    named = describe(FusedLAMB(param_groups(nn.Linear(2, 3), 0.1), lr=0.5)).splitlines()
+    assert named[1].split() == ["0", "0.1", "0.5", "3x2", "weight"]
+    assert describe(FusedLAMB([nn.Parameter(torch.ones(()))], lr=0.5)).splitlines()[1].split()[-2:] == ["scalar", "0"]
