@@ -59,6 +59,13 @@ def from_0_2(config: Mapping[str, Any]) -> dict[str, Any]:
                 put(found, f"{key}.name" if name in _NAMES_0_2 else key, value)
             else:
                 found[name] = value
+    policies = found.get("strategy", {}).get("policies")
+    if isinstance(
+        policies, Mapping
+    ):  # a policy for the scale of a GradScaler, whose default is what all learners do now
+        found["strategy"]["policies"] = {
+            key: value for key, value in policies.items() if (key, value) != ("scaler", "keep")
+        }
     return found
 
 

@@ -61,6 +61,7 @@ def test_every_field_of_version_0_2_has_a_key() -> None:
         ),
         ({"shards": "even", "policies": {"rng": "keep"}},
          {"data": {"shards": {"name": "even"}}, "strategy": {"policies": {"rng": "keep"}}}),
+        ({"policies": {"scaler": "keep", "rng": "keep"}}, {"strategy": {"policies": {"rng": "keep"}}}),
         ({"unheard_of": 3}, {"unheard_of": 3}),
         ({"run": {"steps": 3}, "model": {"name": "mlp"}}, {"run": {"steps": 3}, "model": {"name": "mlp"}}),
     ],
