@@ -60,12 +60,9 @@ def from_0_2(config: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 found[name] = value
     policies = found.get("strategy", {}).get("policies")
-    if isinstance(
-        policies, Mapping
-    ):  # a policy for the scale of a GradScaler, whose default is what all learners do now
-        found["strategy"]["policies"] = {
-            key: value for key, value in policies.items() if (key, value) != ("scaler", "keep")
-        }
+    if isinstance(policies, Mapping):  # "keep" was the default of the policy that is gone
+        kept = {key: value for key, value in policies.items() if (key, value) != ("scaler", "keep")}
+        found["strategy"]["policies"] = kept
     return found
 
 
