@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,21 +21,22 @@ from helpers.ranks import join
 UNSEEN_BY_A_GROUP = re.compile("came to operation|one rank alone")
 
 
-def names(distance: int) -> list[str]:
-    """The idioms of real ranks that run."""
-    return [name for name, one in IDIOMS.items() if "ranks" in one.worlds][::distance]
+def runs(world: str, distance: int, strategies: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The idioms that run in this world, and the strategies."""
+    for name, one in [*IDIOMS.items()][::distance]:
+        for strategy in strategies if "ranks" in one.worlds else ():
+            if world != "pg" or not UNSEEN_BY_A_GROUP.search(one.message(strategy) or ""):
+                yield name, strategy
 
 
 def main() -> None:
     path, _, _ = join()
     world, distance, *strategies = sys.argv[4:]
     seen: dict[tuple[str, str, str], Any] = {}
-    for name in names(int(distance)):
-        one = IDIOMS[name]
+    own = set(runs(world, int(distance), strategies))
+    for name, one in [*IDIOMS.items()][:: int(distance)]:
         for strategy in strategies:
-            if world == "pg" and UNSEEN_BY_A_GROUP.search(one.message(strategy) or ""):
-                continue
-            for kind in ("plain", world):
+            for kind in ("plain", *([world] if (name, strategy) in own else [])):
                 seen[name, strategy, kind] = execute(one, strategy, kind)
                 dist.barrier()
     torch.save(seen, path)
