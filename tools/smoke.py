@@ -13,7 +13,6 @@ from torch import nn
 
 import ddpcore
 from ddpcore import ops, optim
-from ddpcore.comm.shared.flags import CompiledFlags, Flags
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 
@@ -53,7 +52,8 @@ def train_rank(world: World, transport: str) -> None:
     torch.manual_seed(world.rank)
     model = nn.Linear(5, 1)
     optimizer = optim.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), transport=transport)
+    connection = ddpcore.Connection(transport=transport)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Complete()), connection=connection)
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(8, 5)).square().mean().backward()
@@ -67,7 +67,6 @@ def main() -> None:
     files = [*HERE.glob("py.typed"), *HERE.glob("data/digits.npz"), *HERE.glob("experiments/studies/ssgd-*.toml")]
     assert len(files) >= 3, f"of the files beside the code there are only {files}"
     assert ops.WHY_NOT_COMPILED is None, ops.WHY_NOT_COMPILED
-    assert Flags is CompiledFlags
     for optimizer, lr in ((optim.FusedSGD, 0.1), (optim.FusedLARS, 5.0), (optim.FusedLAMB, 0.05)):
         left = loss_after_steps(optimizer, lr)
         assert left < 0.9, f"{optimizer.__name__} leaves {left:.2f} of the loss"

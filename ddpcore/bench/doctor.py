@@ -107,6 +107,8 @@ def facts(device: str) -> dict[str, Any]:
         "nvcc": shutil.which("nvcc"),
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "shm_bytes": shm,
+        "clock": time.time(),
+        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         "interface": variables[f"{library}_SOCKET_IFNAME"] or interface_of_name(),

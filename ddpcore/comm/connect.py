@@ -123,12 +123,17 @@ def _connect_elastic(
     if choice.name == "ipc":
         raise ValueError("on_failure='shrink' does not work over CUDA IPC: take transport='pg'")
     ids = tuple(range(num)) if membership is None else membership.members
-    fabric: Fabric
+    coordinator = None
     if choice.name == "shm":
-        coordinator = coordination.Coordinator(group, timeout, ids)
-        fabric = SharedMemoryFabric(Roll(new_run(group, timeout), timeout), coordinator)
-    else:
-        fabric = ProcessGroupFabric(Roll(new_run(group, timeout), timeout), str(dist.get_backend(group)), device)
+        try:
+            coordinator = coordination.Coordinator(group, timeout, ids)
+        except coordination.Unreachable:
+            if transport != "auto":
+                raise
+    roll = Roll(new_run(group, timeout), timeout)
+    fabric: Fabric = ProcessGroupFabric(roll, str(dist.get_backend(group)), device)
+    if coordinator is not None:
+        fabric = SharedMemoryFabric(roll, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)
 

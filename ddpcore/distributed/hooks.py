@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -157,7 +158,7 @@ class HookedDistributed(Distributed):
     @override
     def state_dict(self) -> dict[str, Any]:
         names = self.learner.flat.names
-        return {
+        state = {
             "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
@@ -167,6 +168,8 @@ class HookedDistributed(Distributed):
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
         }
+        copied: dict[str, Any] = tree_map_only(Tensor, torch.clone, state)
+        return copied
 
     @torch.no_grad()
     @override
@@ -182,8 +185,9 @@ class HookedDistributed(Distributed):
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
         self.learner.step = state["step"]
-        self.strategy.load_state_dict(self.learner, state["strategy"])
-        self._state_sync.load_state_dict(state["policies"])
+        own = tree_map_only(Tensor, torch.clone, {key: state[key] for key in ("strategy", "policies")})
+        self.strategy.load_state_dict(self.learner, own["strategy"])
+        self._state_sync.load_state_dict(own["policies"])
         self.deals = tuple((step, tuple(ids)) for step, ids in state.get("deals", ()))
 
     @override

@@ -98,7 +98,7 @@ class FusedLARS(AdaptiveOptimizer):
             ):
                 raise ValueError(
                     f"state_dict: its momentum is that of SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
-                    "load it with variant='scaled_lr'"
+                    "load it with variant='scaled_lr', and see docs/optimizers.md for how to go on as another variant"
                 )
 
     @override

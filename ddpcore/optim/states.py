@@ -100,7 +100,14 @@ class SavedOptimizer(torch.optim.Optimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
-        result: dict[str, Any] = tree_map(_copied, super().state_dict())
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            result: dict[str, Any] = tree_map(_copied, super().state_dict())
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for hook in hooks.values():  # they get the copy, so that what they change is not the optimizer's own
+            changed = hook(self, result)
+            result = result if changed is None else changed
         return result
 
     def _restore(self, saved: dict[Any, Tensor], states: dict[Any, State]) -> None:

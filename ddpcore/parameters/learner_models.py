@@ -63,7 +63,10 @@ class LearnerModels(nn.Module):
         """See :meth:`ddpcore.Distributed.split`."""
         num = len(self.models)
         self._in_vmap = self.runs_in_vmap()
-        at_once = at_once or (num if self._in_vmap else 1)
+        if at_once is None:
+            at_once = num if self._in_vmap else 1
+        if at_once < 1:
+            raise ValueError(f"at_once is {at_once}: it must be 1 or more learners")
         try:
             for begin in range(0, num, at_once):
                 self.rows = range(begin, min(begin + at_once, num))

@@ -44,18 +44,22 @@ class FromMatrix(Given):
     weights: tuple[float, ...] | None = field(default=None, metadata={"new": True})
 
     def __init__(self, matrix: Any, weights: Sequence[float] | None = None) -> None:
-        mixing = np.asarray(matrix.toarray() if hasattr(matrix, "toarray") else matrix, dtype=np.float64)
+        mixing: Any = matrix if hasattr(matrix, "tocsr") else np.asarray(matrix, dtype=np.float64)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1] or mixing.shape[0] == 0:
             raise ValueError(f"FromMatrix: the matrix has shape {list(mixing.shape)}, it must be square, [n, n]")
-        if not np.isfinite(mixing).all():
+        rows, columns, values = _entries(mixing)
+        if not np.isfinite(values).all():
             raise ValueError("FromMatrix: the matrix holds NaN or infinity, each weight must be a finite number")
-        rounds = []
-        for rank, row in enumerate(mixing):
-            sources, readers = (
-                tuple(other for other in np.nonzero(line)[0].tolist() if other != rank)
-                for line in (row, mixing[:, rank])
-            )
-            rounds.append(Round(float(row[rank]) + 0.0, sources, tuple(row[list(sources)].tolist()), readers))
+        found: list[dict[int, float]] = [{} for _ in range(mixing.shape[0])]
+        readers: list[list[int]] = [[] for _ in found]
+        for reader, source, weight in zip(rows.tolist(), columns.tolist(), values.tolist(), strict=True):
+            found[reader][source] = weight
+            if reader != source:
+                readers[source].append(reader)
+        rounds = [
+            Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
+            for rank, given in enumerate(found)
+        ]
         object.__setattr__(self, "_rounds", tuple(rounds))
         object.__setattr__(self, "weights", None if weights is None else checked_weights("FromMatrix", weights))
         self.validate(len(rounds))
@@ -108,3 +112,15 @@ class FromGraph(Given):
             rounds.append(Round(left, tuple(sources[rank]), weights, tuple(readers[rank])))
         object.__setattr__(self, "_rounds", tuple(rounds))
         self.validate(num_learners, push_sum=directed)
+
+
+def _entries(mixing: Any) -> tuple[Any, Any, Any]:
+    """Rows, columns and float64 values of the entries other than 0, ordered by row and column."""
+    if not hasattr(mixing, "tocsr"):
+        places = np.nonzero(mixing)
+        return *places, mixing[places]
+    rows = mixing.tocsr(copy=True)
+    rows.sum_duplicates()  # sorts too
+    rows.eliminate_zeros()
+    entries = rows.tocoo()
+    return entries.row, entries.col, entries.data.astype(np.float64)

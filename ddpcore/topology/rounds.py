@@ -141,10 +141,15 @@ def check_connected(name: str, matrices: Sequence[MixingMatrix]) -> None:
     """ValueError unless the directed edges of all matrices together lead from every learner to every other."""
     readers = np.concatenate([mixing.rows[mixing.values > 0] for mixing in matrices])
     sources = np.concatenate([mixing.columns[mixing.values > 0] for mixing in matrices])
+    num = matrices[0].num_learners
     for starts, ends in ((readers, sources), (sources, readers)):  # learner 0 is reached by all, and reaches all
-        found, num_found = np.arange(matrices[0].num_learners) == 0, 0
-        while num_found < found.sum():
-            num_found = int(found.sum())
-            found[ends[found[starts]]] = True
-        if num_found < len(found):
-            raise ValueError(f"{name} of {len(found)} learners is not connected: join its parts")
+        ends = ends[np.argsort(starts, kind="stable")]
+        begins = np.searchsorted(np.sort(starts), np.arange(num + 1))
+        found, waiting = np.arange(num) == 0, [0]
+        while waiting:
+            rank = waiting.pop()
+            others = ends[begins[rank] : begins[rank + 1]]
+            waiting += (new := np.unique(others[~found[others]])).tolist()
+            found[new] = True
+        if not found.all():
+            raise ValueError(f"{name} of {num} learners is not connected: join its parts")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import ddpcore
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.compression import Int4, Int8, TopK
 from helpers import training
 from helpers.connection import connected
@@ -63,8 +64,11 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
 
     model, optimizer, handle = make()
     train(range(3))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+    given = handle.state_dict()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), given))
     train(range(3, 6))
+    for mine, then in zip(tensors_of(given), tensors_of(saved[2]), strict=True):
+        assert torch.equal(mine, then), "later steps change a state that the program keeps"
     end = training.weights_of_learners(handle).clone()
     train(range(50, 53))
     assert not torch.equal(training.weights_of_learners(handle), end)
@@ -74,6 +78,8 @@ def test_a_saved_run_continues(strategy_name: str, optimizer_name: str, fresh: b
     optimizer.load_state_dict(saved[1])
     handle.load_state_dict(saved[2])
     assert handle.learner.step == 3
+    for tensor in tensors_of(saved[2]):
+        tensor.fill_(1)  # the program's own memory, and not that of the run
     train(range(3, 6))
     assert torch.equal(training.weights_of_learners(handle), end)
 

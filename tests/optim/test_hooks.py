@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpcore.optim import FusedLAMB, FusedLARS, FusedSGD
+from ddpcore.storage.serialization import tensors_of
 
 OPTIMIZERS = [FusedSGD, FusedLARS, FusedLAMB]
 
@@ -34,6 +37,19 @@ def test_every_step_calls_every_hook_once(kind):
     optimizer.step()
     optimizer.step()
     assert calls == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_hook_of_state_dict_edits_the_copy(kind):
+    optimizer = kind([parameter()], lr=0.1)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    handle = optimizer.register_state_dict_post_hook(lambda _, state: [x.zero_() for x in tensors_of(state)] and None)
+    edited = optimizer.state_dict()
+    handle.remove()
+    assert not any(tensor.any() for tensor in tensors_of(edited))
+    pairs = zip(tensors_of(optimizer.state_dict()), tensors_of(before), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_global_hooks_are_called():
