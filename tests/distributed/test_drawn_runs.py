@@ -116,13 +116,13 @@ def test_learners_that_never_average_have_the_bits_of_plain_loops(seed: int) -> 
 
 
 @each("seed", range(600, 621))
-def test_a_hessian_without_vmap_has_the_same_bits_in_each_run(seed: int) -> None:
+def test_a_hessian_has_the_same_bits_in_each_run(seed: int) -> None:
     """``docs/curvature.md``."""
     ends = []
     for _ in range(2):
         run = Drawn(seed, strategy="ssgd")
         data = DataLoss(run.model, nn.functional.cross_entropy, [(run.inputs(0)[0], run.labels(0)[0])])
-        hessian = Hessian(run.model.eval(), data, vectorize=False)
+        hessian = Hessian(run.model.eval(), data)
         products = hessian.product(torch.randn(2, hessian.numel, generator=torch.Generator().manual_seed(5)))
         found = hessian.eigenvalues(1, 1, tolerance=0.1)
         trace = hessian.trace(num_products=12)
