@@ -33,7 +33,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: install bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
 # The command ddpcore, and import ddpcore from any folder. Nothing is compiled twice: the package is installed in editable
-# mode, with the library that build has made. With PYTHON= only this target changes the environment.
+# mode, with the library that build has made. Compat mode writes a path: else a folder "ddpcore" beside a script hides the package. With PYTHON= only this target changes the environment.
 install: $(INSTALLED)
 ifdef PYTHON
 	@$(EDITABLE)
@@ -127,7 +127,7 @@ release-check: wheel
 
 build: $(BUILT)
 
-EDITABLE = DDPCORE_PREBUILT=1 $(PY) -m pip install -q --no-deps --no-build-isolation --disable-pip-version-check -e .
+EDITABLE = DDPCORE_PREBUILT=1 $(PY) -m pip install -q --no-deps --no-build-isolation --disable-pip-version-check -e . --config-settings editable_mode=compat
 .venv/.installed: pyproject.toml setup.py ddpcore/runtime/version.py $(READY) | build
 	@$(EDITABLE)
 	@touch $@

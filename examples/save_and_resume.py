@@ -2,7 +2,7 @@
 
 python examples/save_and_resume.py --stop-after 34; python examples/save_and_resume.py        virtual learners
 python examples/save_and_resume.py --folder runs/whole           not stopped: it must print the same checksum
-torchrun --standalone --nproc-per-node 2 examples/save_and_resume.py                          real ranks
+torchrun --standalone --nproc-per-node 2 examples/save_and_resume.py --folder runs/ranks      real ranks
 """
 
 import argparse
