@@ -33,7 +33,8 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
 .PHONY: install bench test check check-sanitizers fuzz lint types cpp docs mutations sass build sdist wheel release-check clean
 # The command ddpcore, and import ddpcore from any folder. Nothing is compiled twice: the package is installed in editable
-# mode, with the library that build has made. Compat mode writes a path: else a folder "ddpcore" beside a script hides the package. With PYTHON= only this target changes the environment.
+# mode, with the library that build has made. Compat mode writes a path: else a folder "ddpcore" beside a script hides the
+# package. With PYTHON= only this target changes the environment.
 install: $(INSTALLED)
 ifdef PYTHON
 	@$(EDITABLE)
