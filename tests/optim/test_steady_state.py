@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon, base, states
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon, checks, states
 from ddpcore.optim.batch import on_device
 
 ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::zeros", "aten::clone", "aten::copy_"}
@@ -69,13 +69,13 @@ def test_what_a_captured_step_writes_into_stays_alive(monkeypatch):
 
     held = []
     for capturing in (False, True):
-        monkeypatch.setattr(base, "is_capturing", lambda tensor, capturing=capturing: capturing)
+        monkeypatch.setattr(checks, "is_capturing", lambda tensor, capturing=capturing: capturing)
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         optimizer.step()
         held.append(buffers())
         model[0].weight.grad = None
-        monkeypatch.setattr(base, "is_capturing", lambda tensor: False)
+        monkeypatch.setattr(checks, "is_capturing", lambda tensor: False)
         optimizer.step()
     dropped, kept = ([ref() is not None for ref in refs] for refs in held)
     assert all(kept) and not any(dropped[:3])
@@ -88,11 +88,11 @@ class Capturing:
         self._patch = monkeypatch
 
     def __enter__(self) -> None:
-        for module in (base, states):
+        for module in (checks, states):
             self._patch.setattr(module, "is_capturing", lambda tensor: True)
 
     def __exit__(self, *_: object) -> None:
-        for module in (base, states):
+        for module in (checks, states):
             self._patch.setattr(module, "is_capturing", lambda tensor: False)
 
 
