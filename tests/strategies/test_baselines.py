@@ -80,7 +80,7 @@ def test_options_reach_the_strategy_of_the_name() -> None:
 
 def test_options_that_a_strategy_does_not_have_are_refused() -> None:
     names = "period warmup_steps switch_step outer fragments overlap alpha compression error_decay group"
-    names += " gossip restart then weights"
+    names += " gossip restart seed then weights"
     assert set(STRATEGIES.options("local_sgd")) == set(names.split())
     assert "topology" not in STRATEGIES.options("dpsgd")
     with pytest.raises(ValueError, match="ssgd has no option 'period': choose from weights"):
