@@ -131,8 +131,10 @@ def _connect_elastic(
             if transport != "auto":
                 raise
     roll = Roll(new_run(group, timeout), timeout)
-    fabric: Fabric = ProcessGroupFabric(roll, str(dist.get_backend(group)), device)
-    if coordinator is not None:
+    fabric: Fabric
+    if coordinator is None:
+        fabric = ProcessGroupFabric(roll, str(dist.get_backend(group)), device)
+    else:
         fabric = SharedMemoryFabric(roll, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)

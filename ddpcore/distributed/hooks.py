@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -42,6 +41,7 @@ from ddpcore.parameters.buckets import GradientBuckets, Pieces
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
+from ddpcore.storage.serialization import copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -168,7 +168,7 @@ class HookedDistributed(Distributed):
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
         }
-        copied: dict[str, Any] = tree_map_only(Tensor, torch.clone, state)
+        copied: dict[str, Any] = copy_of(state)
         return copied
 
     @torch.no_grad()
@@ -185,9 +185,8 @@ class HookedDistributed(Distributed):
         self._lay_out([flat.names.index(name) for name in state["layout"]])
         self._laid_out = True
         self.learner.step = state["step"]
-        own = tree_map_only(Tensor, torch.clone, {key: state[key] for key in ("strategy", "policies")})
-        self.strategy.load_state_dict(self.learner, own["strategy"])
-        self._state_sync.load_state_dict(own["policies"])
+        self.strategy.load_state_dict(self.learner, copy_of(state["strategy"]))
+        self._state_sync.load_state_dict(copy_of(state["policies"]))
         self.deals = tuple((step, tuple(ids)) for step, ids in state.get("deals", ()))
 
     @override

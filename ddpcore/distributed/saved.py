@@ -18,7 +18,7 @@ from ddpcore.distributed.averaging import has_average
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.saved_shards import MARK, joined, layouts_by_name, room_for, split
-from ddpcore.storage.serialization import pack, unpack
+from ddpcore.storage.serialization import copy_of, pack, unpack
 
 _PREFIX = "ddpcore-rank-"
 _SAVED = re.compile(rf"(?:^|\.){_PREFIX}(\d+)\.(.+)$")
@@ -45,7 +45,7 @@ def run_state(handle: Distributed) -> dict[str, Any]:
 
 def _state_of(handle: HookedDistributed) -> dict[str, Any]:
     state = {
-        "model": dict(handle.models[0].state_dict()),
+        "model": copy_of(dict(handle.models[0].state_dict())),
         "optimizer": handle.learner.optimizer.state_dict(),
         "handle": handle.state_dict(),
         "random": {"cpu": torch.get_rng_state()},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _TENSOR, _TUPLE, _ITEMS = _MARKS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
 
@@ -51,6 +51,11 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
 def tensors_of(state: Any) -> list[Tensor]:
     """All tensors of a state that :func:`pack` takes."""
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+def copy_of(state: Any) -> Any:
+    """The same state with copies of its tensors, so that neither side sees what the other writes later."""
+    return tree_map_only(Tensor, torch.clone, state)
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:

@@ -361,6 +361,8 @@ class LocalSGD(GradientAverages):
         if state["anchor"] is not None and self.outer is not None:
             self._anchor = self._new_anchor(learner, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-        self._under_way = {int(index): partial(_filled, rows, bool) for index, rows in state["averages"].items()}
+        self._under_way = {
+            int(index): partial(_filled, rows, lambda: None) for index, rows in state["averages"].items()
+        }
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])

@@ -16,6 +16,7 @@ from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state
 from ddpcore.optim.schedules import Schedule
+from ddpcore.storage.serialization import copy_of
 
 
 def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,7 +281,7 @@ class Trainer:
             random["cuda"] = torch.cuda.get_rng_state(device)
         return {
             "step": self.num_steps,
-            "model": dict(self.module.state_dict()),
+            "model": copy_of(dict(self.module.state_dict())),
             "optimizer": self.optimizer.state_dict(),
             "handle": self.handle.state_dict(),
             "random": random,

@@ -13,6 +13,7 @@ from ddpcore.comm.membership import Change, Membership
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import TopK
 from ddpcore.topology.wrapped import redrawn
+from helpers import ranks
 from helpers.connection import connected
 
 LEFT = Membership((0, 1, 3), first=4)
@@ -118,3 +119,9 @@ def test_redrawn_topologies_are_doubly_stochastic(topology: Any, num: int, expec
     drawn = redrawn(topology, num)
     assert drawn == expected
     drawn.validate(num)
+
+
+def test_ranks_that_cannot_share_memory_take_the_process_group_unless_they_asked_for_memory() -> None:
+    for found in ranks.run("unreachable_ranks", 3):
+        assert found["auto"].startswith("torch.distributed, gloo")
+        assert found["shm"] == "there is no memory that ranks share"

@@ -33,6 +33,19 @@ def test_virtual_learners_have_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found["whole"], found["resumed"], strict=True))
 
 
+def test_a_state_in_memory_is_that_of_its_step() -> None:
+    """The program keeps it, trains on, and goes back: each learner, and none alone."""
+    handle, optimizer = begin(3)
+    train(handle, optimizer, 0, 3)
+    state, then = run_state(handle), flat(handle)
+    train(handle, optimizer, 3, 6)
+    end = flat(handle)
+    load_run_state(handle, [state])
+    assert all(torch.equal(a, b) for a, b in zip(flat(handle), then, strict=True))
+    train(handle, optimizer, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(flat(handle), end, strict=True))
+
+
 @pytest.mark.parametrize("moments", ["average", "reset"])
 def test_another_number_of_learners(tmp_path: Path, moments: str) -> None:
     saved_ranks.halves(tmp_path / "saved", 3)
