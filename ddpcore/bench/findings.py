@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+from ddpcore.bench.step_model import Compute, Step, Transfer, predict
 from ddpcore.distributed import phases
 from ddpcore.parameters.flat import MiB
 
@@ -83,7 +84,7 @@ def slow_links(links: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds that communication adds to a step, by the model of docs/predict.md, and the H from which it is small.
+    """Seconds that communication adds to a step, by the model of ``bench predict``, and the H from which it is small.
 
     A ring of n ranks sends 2 (n - 1) / n of the gradient over each link, and gossip with one neighbour the weights.
 
@@ -100,13 +101,21 @@ def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[s
     rate, latency = link["bytes_per_s"], link["latency_s"]
     ring = 2 * (num_ranks - 1) / num_ranks * num_bytes / rate + 2 * (num_ranks - 1) * latency
     num = max(1, math.ceil(num_bytes / BUCKET_BYTES))
-    sent = 0.0  # seconds from the start of the step until the messages so far are averaged
-    for place in range(num):  # a message is ready when its part of the backward pass, two thirds of the step, is done
-        sent = max(sent, step_seconds * (1 / 3 + 2 / 3 * (place + 1) / num)) + ring / num
-    ssgd = sent - step_seconds
-    dpsgd = max(0.0, num_bytes / rate + latency - step_seconds)
+    compute = Compute(
+        forward=step_seconds / 3,
+        backward=step_seconds * 2 / 3,
+        update=0.0,
+        cpu=0.0,
+        arrivals=tuple((1, (place + 1) / num) for place in range(num)),
+    )
+
+    def added(*steps: Step) -> float:
+        return predict(compute, steps, cores=math.inf, background=True) - step_seconds
+
+    ssgd = added(Step(messages=[Transfer(seconds=ring / num)] * num, sizes=[1] * num))
+    dpsgd = added(Step(hidden=Transfer(seconds=num_bytes / rate + latency)))
     period = min(LONGEST, max(1, math.ceil((1 / SHARE - 1) * ring / step_seconds)))
-    local = ring / period
+    local = added(*[Step()] * (period - 1), Step(after=Transfer(seconds=ring)))
     if ssgd <= SHARE * step_seconds:
         take = "take SSGD: averaging gradients in every step is hidden here"
     elif dpsgd <= SHARE * step_seconds:
