@@ -278,7 +278,7 @@ class Communicator(ABC):
         raise NotImplementedError(f"{self.description}: no rank joins")
 
     def announce(self, facts: Sequence[Fact], first: int) -> None:
-        """Let ranks join from now on that train the same, if ranks may join; the run began with ``first`` learners."""
+        """From now on let ranks join that train the same, if ranks may join. The run began with ``first`` learners."""
 
     def note_topology(self, topology: Topology) -> None:
         """Say in the description which edges of a topology go which way, if there are several ways."""

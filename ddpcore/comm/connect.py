@@ -163,7 +163,7 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
 def find_run(store: dist.Store, device: torch.device, timeout: float) -> ElasticCommunicator:
     """The connection of a new rank to a run with ``on_failure="shrink"``, before :meth:`ElasticCommunicator.enter`.
 
-    RuntimeError: the store, of the process group of the run, has no such run after ``timeout`` seconds.
+    ``store`` is that of the run's process group. RuntimeError: it has no such run after ``timeout`` seconds.
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")

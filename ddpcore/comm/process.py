@@ -137,7 +137,7 @@ class ProcessGroupCommunicator(Communicator):
         self._groups[size] = self._own_group(ranks, backends, f"the set-up of groups of {size}"), ranks
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
-        """A new group of these ranks, of which this is one. Collective over all ranks, each of which is in one."""
+        """A new group of these ranks, with this rank. All ranks call it, each with the ranks of its own group."""
         token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
         store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", own_client(c10d._get_process_group_store(self.group)))
         with self._call(what, ranks):

@@ -29,13 +29,13 @@ class PhaseClock:
         comm: of a strategy, whose calls are waiting; None: torch averages and waits at the end of the backward pass.
 
     Attributes:
-        seconds: of waiting so far.
+        waiting: seconds so far in which the rank waited.
         overlapped: seconds between a call that started a transfer to other processes and the call that waited for it,
-            without ``seconds``. So at most this much communication was hidden behind computation.
+            without ``waiting``. So at most this much communication was hidden behind computation.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
-        self.seconds = self.overlapped = 0.0
+        self.waiting = self.overlapped = 0.0
         self._comm, self._has_others = comm, comm is not None and len(comm.learners) < comm.num_learners
         self._names: list[str] = []  # of the ranges that are open, the outermost first
         self._began, self._sent = 0.0, 0  # bytes: they say whether a call started a transfer
@@ -43,10 +43,10 @@ class PhaseClock:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now, except for the attributes."""
+        """Begin a new count of steps, passes and :attr:`waited`. ``waiting`` and ``overlapped`` go on."""
         self._start, self._mark = time.perf_counter(), (-1.0, 0.0)  # time and waiting at the start of a pass
         self.forward = self.backward = 0.0
-        self._before, self.num_steps = self.seconds, 0
+        self._before, self.num_steps = self.waiting, 0
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """The range of a call, ``ddpcore::name`` in torch's profiler. A range inside another one is counted once."""
@@ -71,16 +71,16 @@ class PhaseClock:
         ended = time.perf_counter()
         if self._open is not None and name in _WAITS:
             since, seconds = self._open
-            self.overlapped += self._began - since - (self.seconds - seconds)
+            self.overlapped += self._began - since - (self.waiting - seconds)
             self._open = None
-        self.seconds += ended - self._began
+        self.waiting += ended - self._began
         if self._open is None and self._has_others and name in _STARTS and self._comm.bytes_sent > self._sent:
-            self._open = ended, self.seconds
+            self._open = ended, self.waiting
 
     @property
     def waited(self) -> float:
         """Seconds of waiting since the last restart."""
-        return self.seconds - self._before
+        return self.waiting - self._before
 
     def row(self) -> list[float]:
         """Steps, and seconds of forward passes, backward passes, the rest and waiting."""
@@ -125,7 +125,7 @@ class PhaseClock:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_waiting)
 
     def _end_waiting(self) -> None:
-        self.seconds += time.perf_counter() - self._ended
+        self.waiting += time.perf_counter() - self._ended
         self.num_steps += self._is_last
 
 

@@ -31,11 +31,11 @@ def test_exposed_and_overlapped_seconds(monkeypatch: pytest.MonkeyPatch) -> None
         with spans(name):
             comm.bytes_sent += sent
             now[0] = ended
-    assert spans.seconds == 0.5 + 0.25 + 0.25 + 2.0 + 0.25 + 1.0 + 0.25
+    assert spans.waiting == 0.5 + 0.25 + 0.25 + 2.0 + 0.25 + 1.0 + 0.25
     assert spans.overlapped == 2.5
     with spans("before_step"), spans("after_step"):
         now[0] += 1.0
-    assert spans.seconds == 4.5 + 1.0  # a range inside another one counts once
+    assert spans.waiting == 4.5 + 1.0  # a range inside another one counts once
 
 
 def test_inside_one_process_nothing_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ class Coordinator:
     def allocate(
         self, shared: memory.Memory, num_bytes: int, ranks: Sequence[int], *, may_die: bool = False
     ) -> dict[int, Tensor]:
-        """Allocate zeros ``[num_bytes]`` uint8, above 0, on each of these ranks, ascending. Collective.
+        """Allocate zeros, ``num_bytes`` above 0, uint8, on each of these ranks, in ascending order. Collective.
 
         Returns:
             The zeros by rank; with ``may_die`` without those of dead ranks.

@@ -178,7 +178,7 @@ class Slots:
             await_readers: waits until the readers of a slot have begun an operation of that number.
         """
         known = self.known.setdefault(kind, [])
-        # Not one that was read until this very operation: its readers and this rank would deadlock.
+        # A slot whose readers end in this very operation is not free: they and this rank would wait for each other.
         free = [slot for slot in known if slot.used is not None and slot.used < now]
         if not free:
             free = make(1 if known else 2)
