@@ -55,7 +55,7 @@ def tensors_of(state: Any) -> list[Tensor]:
 
 def copy_of(state: Any) -> Any:
     """The same state with copies of its tensors, so that neither side sees what the other writes later."""
-    return tree_map_only(Tensor, torch.clone, state)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpcore.storage.serialization import pack, unpack
+from ddpcore.storage.serialization import copy_of, pack, unpack
 
 
 def there_and_back(state: Any) -> Any:
@@ -90,3 +90,12 @@ def test_views_are_saved_without_what_surrounds_them() -> None:
 def test_what_json_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"cannot save a\.b\.1, a set"):
         pack({"a": {"b": [1, {2}]}})
+
+
+def test_a_copy_shares_no_memory_and_no_graph() -> None:
+    """Also of a parameter that a user's own strategy keeps."""
+    given = {"kept": [torch.nn.Parameter(torch.ones(2)), 3], "name": "a"}
+    found = copy_of(given)
+    given["kept"][0].data.fill_(7)  # type: ignore[index]
+    assert torch.equal(found["kept"][0], torch.ones(2)) and not found["kept"][0].requires_grad
+    assert (found["kept"][1], found["name"]) == (3, "a")
