@@ -92,6 +92,8 @@ class HookedDistributed(Distributed):
         self._leave_hook: RemovableHandle | None = None
         first = learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
+        for one in self.models:
+            one.register_state_dict_pre_hook(_SaveHook(hook))
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
             model.register_forward_hook(_LeaveHook(hook), always_call=True)
@@ -157,6 +159,7 @@ class HookedDistributed(Distributed):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self.strategy.restore_weights(self.learner)
         names = self.learner.flat.names
         state = {
             "format": STATE_FORMAT,
@@ -422,6 +425,18 @@ class _LeaveHook(_Hook):
         self._hook._is_inside = False
         if (handle := self._hook._handle()) is not None:
             handle.phases.end_forward(module, inputs, outputs)
+
+
+class _SaveHook(_Hook):
+    """Before a state of a model is saved, so that it holds no temporary change of the weights."""
+
+    def __init__(self, hook: _ForwardHook) -> None:
+        self._handle = hook._handle
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (handle := self._handle()) is not None:
+            handle.strategy.restore_weights(handle.learner)
 
 
 def _is_traced() -> bool:

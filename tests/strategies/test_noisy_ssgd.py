@@ -101,9 +101,17 @@ def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> N
     assert not torch.equal(noisy, seen[-1]), "in both modes a forward pass that records gradients adds noise"
     assert handle.consensus_distance() < 1e-6
     assert torch.equal(rows_of(handle, "weight"), seen[-1])
+    for model in handle.models:
+        handle.model(inputs)
+        assert torch.equal(model.state_dict()["weight"], seen[-1][0])
     handle.model(inputs)
     state = handle.state_dict()
-    handle.learner.flat.param_LP.fill_(7.0)
+    assert all(torch.equal(weights["weight"], seen[-1][0]) for weights in state["learners"])
+    sevens = torch.full_like(seen[-1][0], 7.0)
+    for weights in state["learners"]:
+        weights["weight"].copy_(sevens)
+    handle.model(inputs)
+    handle.learner.model.load_state_dict({"weight": sevens})
     handle.load_state_dict(state)
     (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
     assert (rows_of(handle, "weight") == 7.0).all()
