@@ -367,7 +367,7 @@ def quick(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
     cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
     cases += [("dpsgd", "lars", "replicate"), ("diloco", "muon", "double"), ("diloco", "adamw", "mixed")]
-    cases += [("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
+    cases += [("units", "adamw"), ("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in cases},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
