@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,12 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     folded: list[TableData] = []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
-        short = [[*row[:2], *row[3:]] for row in (heading, *rows)]  # without the predicates
+        unknown = [row for row, claim in zip(rows, comparison["claims"], strict=True)
+                   if claim["on_published"]["word"] == "not run"]  # fmt: skip
+        for row in unknown:
+            row[3] = "-"  # the document has no such numbers
+        kept = 4 if len(unknown) == len(rows) else 3
+        short = [[*row[:2], *row[kept:]] for row in (heading, *rows)]  # without the predicates
         tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
         folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],
                                 rows=[[row[0], row[2]] for row in rows], num_left=2))  # fmt: skip
@@ -50,7 +56,8 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
     notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
     every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
-    lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
+    about = [f"Published: {comparison['source']}.", *about_runs(comparison)]
+    lines = [comparison["question"], *_results(comparison, labels), *about]
     charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
@@ -62,3 +69,13 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
         charts_first=True,
         problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )
+
+
+def _results(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
+    """A sentence for each folder: how many of the claims have which verdict."""
+    found = []
+    for place, label in enumerate(labels if comparison["claims"] else ()):
+        words = Counter(claim["verdicts"][place]["word"] for claim in comparison["claims"])
+        told = ", ".join(f"{word!r} of {num}" for word, num in words.most_common())
+        found.append(f"Result, {label}: of {words.total()} claims the verdict is {told}.")
+    return found
