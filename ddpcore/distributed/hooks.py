@@ -93,7 +93,8 @@ class HookedDistributed(Distributed):
         first = learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
         for one in self.models:
-            one.register_state_dict_pre_hook(_SaveHook(hook))
+            one.register_state_dict_pre_hook(_StateHook(hook))
+            one.register_load_state_dict_pre_hook(_StateHook(hook))
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
             model.register_forward_hook(_LeaveHook(hook), always_call=True)
@@ -427,14 +428,14 @@ class _LeaveHook(_Hook):
             handle.phases.end_forward(module, inputs, outputs)
 
 
-class _SaveHook(_Hook):
-    """Before a state of a model is saved, so that it holds no temporary change of the weights."""
+class _StateHook(_Hook):
+    """Before a state of a model is saved or loaded: neither meets a temporary change of the weights."""
 
     def __init__(self, hook: _ForwardHook) -> None:
         self._handle = hook._handle
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
             handle.strategy.restore_weights(handle.learner)
 

@@ -277,6 +277,9 @@ class Published:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.rows_LP: Tensor | None = None  # q of the learners held here
+        self._before_LP: Tensor | None = (
+            None  # q without the message that is under way, which is sent anew after a load
+        )
         self._neighbors: dict[int, Tensor] = {}
 
     def begin(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
@@ -293,8 +296,13 @@ class Published:
             return message
         assert self.rows_LP is not None
         message = self.codec.encode(weights_LP - self.rows_LP)
-        self.rows_LP += self.codec.decode(message, weights_LP)
+        self._before_LP = self.rows_LP
+        self.rows_LP = self.rows_LP + self.codec.decode(message, weights_LP)
         return message
+
+    def settle(self) -> None:
+        """The last message is used: it is part of the state from now on."""
+        self._before_LP = None
 
     def decode(self, neighbor: int, message: Tensor, like_LP: Tensor) -> Tensor:
         """Return the published row ``[P]`` of a neighbour after its message, uint8 ``[X]``."""
@@ -306,10 +314,12 @@ class Published:
 
     def state_dict(self) -> dict[str, Tensor | dict[int, Tensor] | None]:
         """Return the state for a checkpoint."""
-        return {"rows": self.rows_LP, "neighbors": dict(self._neighbors)}
+        rows_LP = self.rows_LP if self._before_LP is None else self._before_LP
+        return {"rows": rows_LP, "neighbors": dict(self._neighbors)}
 
     def load_state_dict(self, state: dict) -> None:
         """Load the result of :meth:`state_dict`."""
+        self._before_LP = None
         self.rows_LP = None if state["rows"] is None else state["rows"].clone()
         self._neighbors = {int(neighbor): row.clone() for neighbor, row in state["neighbors"].items()}
 

@@ -325,6 +325,8 @@ class DPSGD(GradientAverages):
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
+        if self._published is not None:
+            self._published.settle()
         if self._quarantined:
             exchange.quarantine(self._quarantined)
             self._quarantined = set()
@@ -342,14 +344,16 @@ class DPSGD(GradientAverages):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
-        published = None if self._published is None else self._published.state_dict()
+        combined = self._begun and self.order == ORDERS[2]  # the weights are an average already
         earlier = len(self._under_way) - self._begun  # the next forward pass begins the last one again
+        published = None if self._published is None else self._published.state_dict()
         return {
             "published": published,
             "stale": [(pending.sent, pending.published_LP) for pending in self._under_way[:earlier]],
             "remainder": self._remainder_LP,
             "quarantined": None if self._quarantined is None else sorted(self._quarantined),
             "reference_lr": self._reference_lr,
+            **({"combined": True} if combined else {}),
         }
 
     @override
@@ -359,7 +363,7 @@ class DPSGD(GradientAverages):
             self._published.load_state_dict(state["published"])
         for pending in self._under_way:
             pending.exchange.abandon()
-        self._under_way, self._begun = [], False
+        self._under_way, self._begun = [], state.get("combined", False)
         self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
             self._quarantined = set(state["quarantined"] or ())

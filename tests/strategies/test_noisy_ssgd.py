@@ -117,6 +117,24 @@ def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> N
     assert (rows_of(handle, "weight") == 7.0).all()
 
 
+def test_a_change_of_weights_that_hold_noise_is_not_undone_in_silence() -> None:
+    """A state that is loaded after a forward pass stays, and any other change is an error."""
+    handle, _ = trained(NoisySSGD(0.1, where="per_learner"), num_steps=2)
+    inputs, _ = problem()
+    handle.model(inputs)
+    sevens = {"weight": torch.full((8, 4), 7.0)}
+    for model in handle.models:
+        model.load_state_dict(sevens)
+    handle.model(inputs).sum().backward()
+    assert (rows_of(handle, "weight") == 7.0).all()
+    handle.model(inputs)
+    with torch.no_grad():
+        for model in handle.models:
+            model.weight.clamp_(-1.0, 1.0)
+    with pytest.raises(RuntimeError, match="weights were changed after a forward pass and before its backward pass"):
+        handle.model(inputs).sum().backward()
+
+
 def test_nothing_is_sent_for_the_noise() -> None:
     sent = [trained(strategy)[0].learner.comm.bytes_sent for strategy in (NoisySSGD(0.1), SSGD())]
     assert sent[0] == sent[1]
