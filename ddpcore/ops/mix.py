@@ -38,20 +38,13 @@ class Noise:
     The number of an element depends only on ``seed``, ``step`` and the element's index. It has the same bits on every
     rank, device and instruction set, for any number of threads, and for any part of a buffer.
 
-    Args:
-        std: standard deviation; 0 is no noise.
-        seed: from 0 to 2**63 - 1. Each pair of seed and step has its own sequence of numbers.
-        step: from 0 to 2**63 - 1.
-        first: the index of the tensor's first element in the buffer that the tensor is a part of; not negative.
-
-    Raises:
-        ValueError: a value is out of its range.
+    ValueError: a value is out of its range.
     """
 
-    std: float
-    seed: int
-    step: int
-    first: int = 0
+    std: float  #: standard deviation; 0 is no noise
+    seed: int  #: from 0 to 2**63 - 1. Each pair of seed and step has its own sequence of numbers.
+    step: int  #: from 0 to 2**63 - 1
+    first: int = 0  #: the index of the tensor's first element in the buffer that the tensor is a part of; not negative
 
     def __post_init__(self) -> None:
         if not 0 <= self.std < math.inf:
@@ -62,13 +55,9 @@ class Noise:
 
 
 class WeightAverage(ABC):
-    """The description of an average of weights. :meth:`apply_` computes it.
+    """The description of an average of weights. :meth:`apply_` computes it."""
 
-    Attributes:
-        out: a row ``[P]`` that receives the result; None overwrites the weights.
-    """
-
-    out: Tensor | None = None
+    out: Tensor | None = None  #: a row ``[P]`` that receives the result; None overwrites the weights
 
     @abstractmethod
     def apply_(self, weights_LP: Tensor) -> None:
