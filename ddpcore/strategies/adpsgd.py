@@ -23,17 +23,11 @@ SLOWEST = 1e-3  # of the fastest learner's speed
 
 
 class Event(NamedTuple):
-    """The end of a job: the learner averages with its peer, and then adds the step of its optimizer.
+    """The end of a job: the learner averages with its peer, and then adds the step of its optimizer."""
 
-    Attributes:
-        time: in jobs of the fastest learner.
-        learner: whose job has ended.
-        peer: with whom it averages; itself if the topology gives it no neighbour at this step.
-    """
-
-    time: Fraction
-    learner: int
-    peer: int
+    time: Fraction  #: in jobs of the fastest learner
+    learner: int  #: whose job has ended
+    peer: int  #: with whom it averages; itself if the topology gives it no neighbour at this step
 
 
 class ADPSGD(Strategy):
@@ -129,8 +123,8 @@ class ADPSGD(Strategy):
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
 
     def __repr__(self) -> str:
-        shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
-        return f"{shown}, accelerated=True, eta={self.eta}, alpha={self.alpha})" if self.accelerated else f"{shown})"
+        more = ("accelerated", "eta", "alpha") if self.accelerated else ()
+        return f"ADPSGD({self.topology!r}, {self._shown('speeds', 'seed', *more)})"
 
     @property
     @override
@@ -160,11 +154,7 @@ class ADPSGD(Strategy):
         self._acceleration = self.acceleration(num_learners)
 
     def acceleration(self, num_learners: int) -> Acceleration | None:
-        """Eta and alpha; None if learners are not accelerated.
-
-        Raises:
-            ValueError: they are, and neighbours change from step to step.
-        """
+        """Eta and alpha; None if learners are not accelerated. ValueError: neighbours change from step to step."""
         if not self.accelerated:
             return None
         if self.topology.period(num_learners) != 1:
@@ -187,8 +177,8 @@ class ADPSGD(Strategy):
         for learner in range(num_learners):
             if self._ends(step + 1, learner):
                 peers = self.topology.round(step, learner, num_learners).sources or (learner,)
-                time = self._num_ended(learner, step + 1) / self._speed(learner)
-                events.append(Event(time, learner, peers[choices[learner] % len(peers)]))
+                speed = self._speed(learner)
+                events.append(Event(int(speed * (step + 1)) / speed, learner, peers[choices[learner] % len(peers)]))
         return sorted(events, key=lambda event: (event.time, order[event.learner]))
 
     def begins(self, step: int, learner: int) -> bool:
@@ -197,11 +187,8 @@ class ADPSGD(Strategy):
 
     def _ends(self, step: int, learner: int) -> bool:
         """Whether a job of the learner ends between time ``step - 1`` and time ``step``."""
-        return self._num_ended(learner, step) > self._num_ended(learner, step - 1)
-
-    def _num_ended(self, learner: int, time: int) -> int:
-        """The number of jobs that have ended."""
-        return int(self._speed(learner) * time)
+        speed = self._speed(learner)
+        return int(speed * step) > int(speed * (step - 1))  # numbers of jobs that have ended
 
     def _speed(self, learner: int) -> Fraction:
         return self._fractions[learner] if self._fractions else Fraction(1)
@@ -256,8 +243,7 @@ class ADPSGD(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        live = None if self._live is None else self._live.rows()
-        return {"live": live, "read": self._read_LP}
+        return {"live": None if self._live is None else self._live.rows(), "read": self._read_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
@@ -269,4 +255,4 @@ class ADPSGD(Strategy):
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
-        self._read_LP = state["read"].clone()
+        self._read_LP = state["read"]

@@ -68,11 +68,7 @@ Consensus = AdaptiveConsensus | Mapping[str, Any] | Callable[[int], float] | Seq
 
 
 def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
-    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule.
-
-    Raises:
-        ValueError: it has no such setting, or a value is wrong.
-    """
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule."""
     if wanted is None or isinstance(wanted, AdaptiveConsensus):
         return wanted
     if callable(wanted) or isinstance(wanted, list | tuple):
@@ -96,14 +92,10 @@ class _NarrowAverage(WeightAverage):
     """An average of 16-bit weights, computed in fp32. The rounding error is added to the next average.
 
     Without that, each rounding would move the mean over learners.
-
-    Attributes:
-        average: the average of the same weights in fp32.
-        strategy: keeps the rounding error in ``_remainder_LP``.
     """
 
-    average: WeightAverage
-    strategy: DPSGD
+    average: WeightAverage  # of the same weights in fp32
+    strategy: DPSGD  # keeps the rounding error
 
     @override
     def apply_(self, weights_LP: Tensor) -> None:
@@ -342,10 +334,9 @@ class DPSGD(GradientAverages):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
-        published = None if self._published is None else self._published.state_dict()
         earlier = len(self._under_way) - self._begun  # the next forward pass begins the last one again
         return {
-            "published": published,
+            "published": None if self._published is None else self._published.state_dict(),
             "stale": [(pending.sent, pending.published_LP) for pending in self._under_way[:earlier]],
             "remainder": self._remainder_LP,
             "quarantined": None if self._quarantined is None else sorted(self._quarantined),
@@ -363,8 +354,7 @@ class DPSGD(GradientAverages):
         self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
             self._quarantined = set(state["quarantined"] or ())
-        self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
+        self._remainder_LP = state["remainder"]
         for sent, published in state["stale"]:
-            rows = sent.clone()
-            exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
-            self._under_way.append(_Pending(exchange, rows, published.clone()))
+            exchange = learner.comm.exchange(sent, self.topology, learner.step - 1)
+            self._under_way.append(_Pending(exchange, sent, published))

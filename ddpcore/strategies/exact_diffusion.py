@@ -109,4 +109,4 @@ class ExactDiffusion(Strategy):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._correction_LP = None if state["correction"] is None else state["correction"].clone()
+        self._correction_LP = state["correction"]

@@ -137,5 +137,4 @@ class GASLoC(GradientAverages):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        for name in ("start", "before"):
-            setattr(self, f"_{name}_LP", None if state[name] is None else state[name].clone())
+        self._start_LP, self._before_LP = state["start"], state["before"]

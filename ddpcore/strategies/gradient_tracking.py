@@ -78,13 +78,12 @@ class GradientTracking(Strategy):
         """Start the exchange of w(t) and q(t-1), in the first forward pass of a step."""
         if self._exchange is not None:
             return
-        flat = learner.flat
-        weights_LP = flat.param_LP
+        weights_LP = learner.flat.param_LP
         if self._message_LX is None:
-            self._message_LX = torch.cat([weights_LP, torch.zeros_like(weights_LP)], dim=1)
             self._gradient_LP = torch.zeros_like(weights_LP)
+            self._message_LX = torch.cat([weights_LP, self._gradient_LP], dim=1)
         learner.check_sent()
-        self._message_LX[:, : flat.numel] = weights_LP
+        self._message_LX[:, : learner.flat.numel] = weights_LP
         self._exchange = learner.comm.exchange(self._message_LX, self.topology, learner.step)
 
     @override
@@ -123,7 +122,7 @@ class GradientTracking(Strategy):
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         if self._exchange is not None:
             self._exchange.abandon()
-        self._exchange = self._message_LX = self._gradient_LP = None
+        self._exchange = self._message_LX = None
+        self._gradient_LP = state["gradient"]
         if state["tracked"] is not None:
             self._message_LX = torch.cat([learner.flat.param_LP, state["tracked"]], dim=1)
-            self._gradient_LP = state["gradient"].clone()

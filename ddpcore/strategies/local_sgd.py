@@ -14,13 +14,11 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Exchange
 from ddpcore.comm.columns import exchange_columns
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of
-from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import GradientAverages
-from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
+from ddpcore.strategies.outer import Anchor, Fragments, MakeOptimizer, Part, check_fragments, outer_of, parts_of
+from ddpcore.strategies.ssgd import GradientAverages, Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
 from ddpcore.topology.schedule import Rounds, Setting, Varying
@@ -152,11 +150,8 @@ class LocalSGD(GradientAverages):
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
         self.topology = None if topology is None else self._between(topology_of(self.name, topology))
-        self.fragments = fragments
-        self.overlap = overlap
-        self.alpha = self._alpha.value
-        self.compression = compression
-        self.error_decay = error_decay
+        self.fragments, self.overlap, self.alpha = fragments, overlap, self._alpha.value
+        self.compression, self.error_decay = compression, error_decay
         vars(self).pop("group", None)  # the last one, as version 0.2 described a strategy, whose checkpoints go on
         self.group = group
         if then is not None or restart:
@@ -172,16 +167,12 @@ class LocalSGD(GradientAverages):
         self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
-        shown = {
-            "period": True, "warmup_steps": True, "switch_step": True, "fragments": True,
-            "topology": self.topology is not None,
-            "overlap": self.overlap or self.alpha, "alpha": self.overlap or self.alpha,
-            "compression": self.compression is not None, "error_decay": self.compression is not None,
-            "group": self.group > 1, "weights": self.weights is not None, "then": self.then is not None,
-            "restart": self.restart,
-        }  # fmt: skip
-        options = self._shown(*(name for name, is_shown in shown.items() if is_shown))
-        return f"LocalSGD({options}, outer={'yes' if self.outer else None})"
+        names = ["period", "warmup_steps", "switch_step", "fragments", *["topology"] * (self.topology is not None)]
+        names += ["overlap", "alpha"] if self.overlap or self.alpha else []
+        names += ["compression", "error_decay"] if self.compression is not None else []
+        more = ("group", "weights", "then", "restart")
+        names += [name for name in more if getattr(self, name) != getattr(LocalSGD, name)]
+        return f"LocalSGD({self._shown(*names)}, outer={'yes' if self.outer else None})"
 
     @property
     @override
@@ -267,8 +258,7 @@ class LocalSGD(GradientAverages):
 
     def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
         weights_LP = learner.flat.param_LP
-        start_AP = weights_LP[:1] if self.topology is None else weights_LP
-        return Anchor(start_AP, [(begin, end) for _, begin, end in self._parts], make)
+        return Anchor(weights_LP[:1] if self.topology is None else weights_LP, self._parts, make)
 
     def _start(self, learner: Learner, index: int) -> Callable[[], Tensor]:
         """Send part ``index``. What it returns waits for the average, ``[L, X]``, or ``[1, X]`` of all learners."""
