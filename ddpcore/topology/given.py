@@ -60,8 +60,8 @@ class FromMatrix(Given):
             Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
             for rank, given in enumerate(found)
         ]
-        object.__setattr__(self, "_rounds", tuple(rounds))
-        object.__setattr__(self, "weights", None if weights is None else checked_weights("FromMatrix", weights))
+        kept = None if weights is None else checked_weights("FromMatrix", weights)
+        vars(self).update(_rounds=tuple(rounds), weights=kept)
         self.validate(len(rounds))
 
     def kept_weights(self, num_learners: int) -> Vector | None:

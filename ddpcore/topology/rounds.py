@@ -38,17 +38,11 @@ def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class MixingMatrix:
-    """The mixing matrix W of a step, n x n, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``.
+    """The mixing matrix W of a step, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``."""
 
-    Attributes:
-        offsets: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1].
-        columns: int64, of each entry. No entry of a row has the column of another.
-        values: float64, of each entry.
-    """
-
-    offsets: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
+    offsets: npt.NDArray[np.int64]  #: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1]
+    columns: npt.NDArray[np.int64]  #: int64, of each entry. No entry of a row has the column of another.
+    values: npt.NDArray[np.float64]  #: float64, of each entry
 
     @property
     def num_learners(self) -> int:

@@ -99,13 +99,9 @@ class Damped(_Wrapped):
     """``(1 - c) I + c W``: a learner keeps the share 1 - c of its weights, and averages the rest.
 
     With c = 1/2 every eigenvalue of a symmetric W moves from [-1, 1] to [0, 1].
-
-    Args:
-        topology: W.
-        share: c, from 0 to 1.
     """
 
-    share: float
+    share: float  # c, from 0 to 1
 
     def __post_init__(self) -> None:
         check_range("Damped: share", self.share, least=0, most=1)
@@ -321,14 +317,9 @@ class Hierarchical(Topology):
 def redrawn(topology: Topology, num_learners: int, *, push_sum: bool = False) -> Topology:
     """The topology for another number of learners: itself if it is valid for so many, otherwise ``Ring()``.
 
-    A topology is a function of the number of learners, so most of them fit any number. ``Hypercube``, ``Torus2D``,
-    ``Hierarchical`` and given graphs and matrices do not. The ring fits every number, is doubly stochastic, and never
-    changes.
-
-    Args:
-        topology: as it was chosen for the run.
-        num_learners: how many learners are left. They are numbered from 0, in the order of their ids.
-        push_sum: whether only the columns of W must sum to one.
+    Most topologies fit any number. ``Hypercube``, ``Torus2D``, ``Hierarchical`` and given graphs and matrices do not.
+    The ring fits every number, is doubly stochastic, and never changes. Learners are numbered from 0, in the order of
+    their ids.
     """
     try:
         topology.validate(num_learners, push_sum=push_sum)
