@@ -111,15 +111,9 @@ def check_moments(group: Group) -> None:
     check_number("eps", group["eps"])
 
 
-def check_differentiable(differentiable: bool) -> None:
-    """Raise ValueError if it is true."""
-    if differentiable:
-        raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
-
-
 def check_new(group: Group) -> None:
     """Raise ValueError unless a new group of a fused optimizer can be stepped."""
-    check_differentiable(group.get("differentiable", False))
+    options_of(group)
     names, seen = group.get("param_names", range(len(group["params"]))), set[int]()
     for name, param in zip(names, group["params"], strict=True):
         if id(param) in seen:
@@ -130,8 +124,9 @@ def check_new(group: Group) -> None:
 
 
 def options_of(group: Group) -> Group:
-    """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
-    check_differentiable(group.get("differentiable", False))
+    """A group without the options that say how torch computes a step. ValueError if it is differentiable."""
+    if group.get("differentiable", False):
+        raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
     return {name: value for name, value in group.items() if name not in _OF_TORCH}
 
 

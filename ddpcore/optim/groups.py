@@ -21,7 +21,6 @@ from torch.nn.modules.conv import _ConvNd
 from ddpcore.optim.checks import check_number
 from ddpcore.parameters.normalization import is_normalization
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _PRODUCT = re.compile(
     r"(bi)?linear|matmul|__matmul__|b?mm|mv|addb?mm|baddbmm|einsum|tensordot|conv(_transpose)?[123]d|"
@@ -74,7 +73,8 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
             {"params": vectors, "weight_decay": 0.0, "always_adapt": False},
         ]
     else:
-        others = _embeddings(model) | {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
+        others = _ids(module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        others |= {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
         others |= _no_factors_and_head(model, [p for _, p in weights])
         joint = _joint_projections(model) - others
         kernels = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv1d | nn.ConvTranspose1d)}
@@ -129,10 +129,6 @@ def _scales(model: nn.Module) -> set[int]:
             if any(type(part).__name__ == "_WeightNorm" for part in parts):
                 found.add(id(parts.original0))
     return found
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    return _ids(module for module in model.modules() if isinstance(module, _EMBEDDINGS))
 
 
 def _joint_projections(model: nn.Module) -> set[int]:

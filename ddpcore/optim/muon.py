@@ -125,13 +125,12 @@ class Muon(SavedOptimizer):
             param_group.setdefault("lr", self._adamw_lr)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        first = sum(len(other["params"]) for other in self.param_groups[:-1])
-        names = group.get("param_names", range(first, first + len(group["params"])))
         try:
             _check_options(group)
             check_new(group)
-            for name, param in zip(names, group["params"], strict=True):
-                _check_parameter(name, param, group)
+            for (name, param), own in self.named_parameters():
+                if own is group:
+                    _check_parameter(name, param, group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -214,7 +213,7 @@ class Muon(SavedOptimizer):
             elif momentum.dtype != param.dtype:  # the model has a new dtype
                 self.state[param]["momentum_buffer"] = momentum.to(param.dtype)
         momenta = [local(self.state[param]["momentum_buffer"]) for param in params]
-        grads = local_gradients(params, [param.grad for param in params], list)
+        grads = local_gradients(params, [param.grad for param in params], self.named_parameters)
         if params:
             torch._foreach_lerp_(momenta, grads, 1 - float(group["momentum"]))
         is_block = group["steps"] % group["period"] > 0
@@ -243,9 +242,8 @@ class Muon(SavedOptimizer):
             exchange = ShardExchange(group, shapes, dims, owners)
             wholes = exchange.gather([member.direction for member in mine])
             results = results_of([mine[index] for index in exchange.owned], wholes)
-            stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
-            shards = exchange.scatter(results, torch.empty(0, dtype=stored, device=device))
-            for member, shard in zip(mine, shards, strict=True):
+            like = torch.empty(0, dtype=torch.float64 if dtype == torch.float64 else torch.bfloat16, device=device)
+            for member, shard in zip(mine, exchange.scatter(results, like), strict=True):
                 member.step(shard)
 
     def _step_gathered(self, members: list[Divided]) -> None:

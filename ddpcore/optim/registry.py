@@ -54,13 +54,10 @@ def build_optimizer(
     two_groups: bool = False,
     max_grad_norm: float | None = None,
 ) -> torch.optim.Optimizer:
-    """A new optimizer of the model's parameters that need a gradient.
+    """A new optimizer, by its name in ``OPTIMIZERS``, of the model's parameters that need a gradient.
 
     Args:
-        name: of ``OPTIMIZERS``.
         model: may not be in training with another optimizer.
-        lr: its learning rate.
-        options: by keyword.
         two_groups: biases and norms apart, see :func:`ddpcore.optim.param_groups`; ``always_adapt`` of the options,
             if it is there, counts for them too.
         max_grad_norm: for those that clip gradients themselves; the caller clips for others.

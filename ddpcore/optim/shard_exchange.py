@@ -13,11 +13,8 @@ from torch import Tensor
 class ShardExchange:
     """Gathers each matrix on one rank. Each way takes one all-to-all for all matrices, of this dtype and device.
 
-    Args:
-        group: the n ranks that hold the shards.
-        shapes: of the whole tensors.
-        dims: the dimension along which each is divided, into n parts as ``torch.chunk`` divides.
-        owners: the rank of the group that gets each tensor.
+    The n ranks of the group hold the shards. ``shapes`` are those of the whole tensors, each of which is divided along
+    its dimension of ``dims`` into n parts, as ``torch.chunk`` divides. ``owners`` are the ranks that get them.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,15 @@ class SavedOptimizer(torch.optim.Optimizer):
         """The dtype of a loaded state of the parameter."""
         raise NotImplementedError
 
+    def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
+        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
+        index = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for position, param in enumerate(group["params"]):
+                yield (index if names is None else names[position], param), group
+                index += 1
+
     def note_capture(self) -> None:
         """Before a step: see :func:`~ddpcore.optim.checks.check_capture`, if a CUDA graph captures it."""
         first = self.param_groups[0]["params"]
@@ -66,11 +75,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Load a copy of a state, as in torch. Options that are missing in ``state_dict`` keep their value.
 
         If the optimizer and the file have names of parameters, each state goes to the parameter of its name. States of
-        optimizers of torch with the same buffers are accepted too.
-
-        Raises:
-            ValueError: groups, names, shapes or buffers do not match, or an option is invalid. Nothing is changed then.
-            RuntimeError: a CUDA graph has captured a step, and would go on with the old state.
+        optimizers of torch with the same buffers are accepted too. ValueError: groups, names, shapes or buffers do not
+        match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
         """
         if self._is_captured:
             raise RuntimeError(
