@@ -27,40 +27,29 @@ from ddpcore.strategies.learner import Learner
 
 @dataclass(frozen=True, kw_only=True)
 class HessianRecord:
-    """One measurement, at the mean ``w_a`` of the learners' weights before the step.
+    """One measurement, at the mean ``w_a`` of the learners' weights before the step."""
 
-    Attributes:
-        step: the step that follows, counted from 1.
-        largest: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found.
-        smallest: the smallest eigenvalue.
-        residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
-        distance: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners
-            computed the gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is
-            the trace of the noise's covariance.
-        disagreement: the share of ``distance`` along each of the k top eigenvectors v,
-            ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
-        penalty: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the
-            mean loss, to second order (2602.02899v2); NaN if the Hessian is not finite.
-        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
-            them, among all or in groups.
-        noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
-        isotropic: ``1 / P``, the share along one direction if all directions were alike.
-        problem: why there are no eigenvalues; None if all is well.
-        seconds: the time of the measurement.
-    """
-
-    step: int
-    largest: list[float]
-    smallest: float
-    residuals: list[float]
+    step: int  #: the step that follows, counted from 1
+    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found
+    smallest: float  #: the smallest eigenvalue
+    residuals: list[float]  #: ``|H v - lambda v|`` of the k largest, and of the smallest
+    #: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners computed the
+    #: gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is the trace of the
+    #: noise's covariance.
     distance: float
+    #: the share of ``distance`` along each of the k top eigenvectors v, ``sum_j (v (w_j - mean w))^2 / sum_j |w_j -
+    #: mean w|^2``; None if the learners are identical
     disagreement: list[float] | None
+    #: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the mean loss,
+    #: to second order (2602.02899v2); NaN if the Hessian is not finite
     penalty: float
+    #: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged them, among
+    #: all or in groups
     noise: float | None
-    noise_shares: list[float] | None
-    isotropic: float
-    problem: str | None
-    seconds: float
+    noise_shares: list[float] | None  #: the share of ``noise`` along each of the k top eigenvectors; None with it
+    isotropic: float  #: ``1 / P``, the share along one direction if all directions were alike
+    problem: str | None  #: why there are no eigenvalues; None if all is well
+    seconds: float  #: the time of the measurement
 
 
 _Share = tuple[float, list[float]]  # a variance, and the share of it along each eigenvector
