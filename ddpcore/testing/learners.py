@@ -38,52 +38,33 @@ def torch_sgd(params: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """How a small run differs from the plain one.
+    """How a small run differs from the plain one."""
 
-    Attributes:
-        name: for error messages.
-        make_optimizer: makes the optimizer of the parameters that it is given. Ranks import it by its name.
-        accumulation: backward passes in a step; 1, 2 or 4.
-        averages_each: whether each of them averages; else all but the last are in ``no_sync()``.
-        freeze: whether the bias of the first layer is frozen.
-        batch_norm: whether the model has running statistics.
-        resume_at: number of steps after which everything is made again and goes on from the saved state; None does not.
-        bucket_bytes: size of a bucket of averaged gradients.
-        lr_decay: factor of the learning rate after each step.
-    """
-
-    name: str = "plain"
+    name: str = "plain"  #: for error messages
+    #: makes the optimizer of the parameters that it is given. Ranks import it by its name.
     make_optimizer: MakeOptimizer = fused_sgd
-    accumulation: int = 1
-    averages_each: bool = False
-    freeze: bool = False
-    batch_norm: bool = False
+    accumulation: int = 1  #: backward passes in a step; 1, 2 or 4
+    averages_each: bool = False  #: whether each of them averages; else all but the last are in ``no_sync()``
+    freeze: bool = False  #: whether the bias of the first layer is frozen
+    batch_norm: bool = False  #: whether the model has running statistics
+    #: number of steps after which everything is made again and goes on from the saved state; None does not
     resume_at: int | None = None
+    #: size of a bucket of averaged gradients
     bucket_bytes: int = 128  # several buckets, cut inside tensors
-    lr_decay: float = 1.0
+    lr_decay: float = 1.0  #: factor of the learning rate after each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the learners of this process end with.
+    """What the learners of this process end with."""
 
-    Attributes:
-        weights: of all parameters and of the running statistics, ``[L, x]``.
-        num_weights: columns of ``weights`` that are parameters.
-        losses: of the last backward pass of each step, ``[steps, L]``.
-        average: parameters and running statistics of ``evaluation_model()``, ``[x]``.
-        consensus: ``consensus_distance()``.
-        shares: how much each learner counts in an average; None where all count alike.
-        bytes_sent: of one learner.
-    """
-
-    weights: Tensor
-    num_weights: int
-    losses: Tensor
-    average: Tensor
-    consensus: float
-    shares: Tensor | None
-    bytes_sent: int
+    weights: Tensor  #: of all parameters and of the running statistics, ``[L, x]``
+    num_weights: int  #: columns of ``weights`` that are parameters
+    losses: Tensor  #: of the last backward pass of each step, ``[steps, L]``
+    average: Tensor  #: parameters and running statistics of ``evaluation_model()``, ``[x]``
+    consensus: float  #: ``consensus_distance()``
+    shares: Tensor | None  #: how much each learner counts in an average; None where all count alike
+    bytes_sent: int  #: of one learner
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
@@ -98,11 +79,7 @@ class SmallRun:
     """A model of 66 weights in training.
 
     Args:
-        make_strategy: makes a new strategy.
-        num_learners: in all.
-        scenario: see :class:`Scenario`.
         mesh: instead of a group: ``learners`` and ``shards``, so that several ranks are one learner.
-        device: of the model.
         arguments: of :func:`ddpcore.distribute`; the connection gets the buckets of the scenario. With a ``group`` or a
             mesh and without ``learners`` each rank is one learner. Without both all learners are virtual.
     """
