@@ -114,16 +114,12 @@ class TopK(Codec):
 
     Every learner and its neighbours keep the same estimate of its weights. A message holds the elements of
     ``w - estimate`` of largest magnitude. The other elements stay in the difference, so no change is lost.
-
-    Args:
-        ratio: share of the elements that are sent, at least one element.
-        consensus_step: gamma of the paper; None is the ratio. A larger gamma mixes faster, but diverges above some
-            multiple of the ratio that depends on the graph: at three times on a ring, and below that on a complete
-            graph.
     """
 
     name: ClassVar[str] = "topk"
-    ratio: float = 0.05
+    ratio: float = 0.05  #: share of the elements that are sent, at least one element
+    #: gamma of the paper; None is the ratio. A larger gamma mixes faster, but diverges above some multiple of the ratio
+    #: that depends on the graph: at three times on a ring, and below that on a complete graph.
     consensus_step: float = None  # type: ignore[assignment]  # a number after __post_init__
 
     def __post_init__(self) -> None:
@@ -154,16 +150,12 @@ class SparseTopK(Codec):
     values. The bins of a chunk have the width 6/4 of the standard deviation of its elements, around their mean; a value
     is the mean of its bin. The quantizer was written after descriptions of the authors' code
     (github.com/tplr-ai/templar), whose bins are those of a whole tensor.
-
-    Args:
-        kept: elements of a chunk that are sent, a multiple of 4.
-        chunk: consecutive elements, at most 32768.
     """
 
     name: ClassVar[str] = "sparse"
-    kept: int = 64
-    chunk: int = 4096
-    consensus_step: float = 0.01  # in gossip, about the share of the elements that is sent, as for TopK
+    kept: int = 64  #: elements of a chunk that are sent, a multiple of 4
+    chunk: int = 4096  #: consecutive elements, at most 32768
+    consensus_step: float = 0.01  #: in gossip, about the share of the elements that is sent, as for TopK
 
     def __post_init__(self) -> None:
         check_range("SparseTopK: chunk", self.chunk, least=4, most=2**15)

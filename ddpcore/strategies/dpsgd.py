@@ -39,20 +39,12 @@ class AdaptiveConsensus:
     rate is above a_s. The rate is that of the first parameter group when the exchange starts.
 
     It rests on the code of the paper's author (github WangZesen/decent-sam-grc); the paper was not read. The defaults
-    are those of that code, except its ``start``, the end of the warm-up.
-
-    Args:
-        power: p, not negative; 0 is DPSGD.
-        least: c at rate 0, from 0 to 1.
-        start: s, in steps. The rate must be above 0 there.
-
-    Raises:
-        ValueError: a number is out of its range.
+    are those of that code, except its ``start``, the end of the warm-up. ValueError: a number is out of its range.
     """
 
-    power: float = 3.0
-    least: float = 0.0
-    start: int = 0
+    power: float = 3.0  #: not negative; 0 is DPSGD
+    least: float = 0.0  #: c at rate 0, from 0 to 1
+    start: int = 0  #: s, in steps. The rate must be above 0 there.
 
     def __post_init__(self) -> None:
         check_range("consensus: power", typed("consensus: power", self.power, float), least=0)
@@ -134,8 +126,6 @@ class DPSGD(GradientAverages):
     With ``compression`` learners move by differences of published rows q: ``sum_k W_jk w_k`` becomes
     ``w_j + gamma sum_k W_jk (q_k - q_j)``, which does not move the mean over learners.
 
-    Each learner keeps its own momentum, unless a policy changes that.
-
     Args:
         topology: W(t), which learners average with which at step t; None is ``RandomPair()``.
         order: one of ``ORDERS``.
@@ -148,8 +138,7 @@ class DPSGD(GradientAverages):
             equations count groups. A group averages its gradients in every step, as ssgd does, and each of its learners
             sends its part of the weights to its place in a neighbouring group. Without staleness and compression.
 
-    Raises:
-        ValueError: an unknown value, or a combination of options that is not supported.
+    ValueError: an unknown value, or a combination of options that is not supported.
     """
 
     name: ClassVar[str] = "dpsgd"

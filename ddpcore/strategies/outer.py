@@ -111,8 +111,7 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
 
     A number of fragments divides the parameters, in the order of the buffer, into fragments of about the same size.
 
-    Raises:
-        ValueError: a parameter belongs to no fragment or to two, or a fragment has no parameter.
+    ValueError: a parameter belongs to no fragment or to two, or a fragment has no parameter.
     """
     segments = flat.segments
     if isinstance(fragments, int):

@@ -163,8 +163,7 @@ class SSGD(GradientAverages):
             the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
             ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
 
-    Raises:
-        ValueError: a weight is negative, all are 0, or there is not one for each learner.
+    ValueError: a weight is negative, all are 0, or there is not one for each learner.
     """
 
     name: ClassVar[str] = "ssgd"
