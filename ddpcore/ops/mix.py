@@ -144,11 +144,8 @@ def mix_(
         out: a tensor like ``weights`` that receives the result, so that ``weights`` does not change. It may be
             ``weights``. It must not overlap a peer or a part of ``weights``.
 
-    Returns:
-        float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
-
-    Raises:
-        RuntimeError: lengths, shapes, dtypes or devices do not match.
+    Returns float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer. RuntimeError:
+    lengths, shapes, dtypes or devices do not match.
     """
     return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise), out=out)
 
@@ -170,12 +167,8 @@ def mix_stacked_(
         columns: int64, one per entry: c < L is row c of ``weights_LP``, c >= L is row ``c - L`` of ``others``.
         values: float32, one per entry: the weight of that row. All three tensors are on the device of ``weights_LP``.
 
-    Returns:
-        float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L rows.
-
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry has no row. CUDA does not check
-            the entries, because the check would wait for the device. A call on CUDA takes up to 1024 learners and 1024
-            others.
+    Returns float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L
+    rows. RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry has no row. CUDA does not check
+    the entries, because the check would wait for the device. A call on CUDA takes up to 1024 learners and 1024 others.
     """
     return _mix_stacked(weights_LP, others, offsets, columns, values)

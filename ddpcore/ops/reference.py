@@ -21,8 +21,6 @@ from ddpcore.ops.random import add_noise, memory_order, round_to_bf16, words
 
 BLOCK = 4096  # kBlock of csrc/args.h
 
-# ---- arithmetic on scalars as the kernels do it ----
-
 
 def rounded(value: float, like: Tensor) -> float:
     """The factor in the precision of arithmetic on ``like``."""
@@ -63,9 +61,6 @@ def norms(first: Tensor, second: Tensor, position: int, squares: Tensor | None, 
     if squares is not None:
         squares[position] = torch.stack(sums)
     return math.sqrt(sums[0]), math.sqrt(sums[1])
-
-
-# ---- tensors ----
 
 
 def wide_of(tensor: Tensor) -> Tensor:
@@ -172,8 +167,6 @@ def _weight(param: Tensor, master: Tensor | None) -> Tensor:
     same = master.to(param.dtype).view(torch.int16) == param.contiguous().view(torch.int16).view_as(param)
     return torch.where(same, master, param.float())
 
-
-# ---- operators ----
 
 _OF_MIX = ("self_weight", "peer_weights", "offsets", "out", "noise_std", "noise_seed", "noise_step", "noise_first")
 _SHARED = tuple(inspect.signature(tensor_steps).parameters)[5:]  # the options that all steps have

@@ -257,7 +257,7 @@ adamw_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; w -= lr * m_hat/(sqrt(v_hat) + eps)``, with ``m_hat =
     m/(1-beta1^t)`` and ``v_hat = v/(1-beta2^t)`` at step t. It has the bits of ``lamb_step_`` without a ratio.
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
@@ -266,9 +266,6 @@ adamw_step_ = _function(
         beta1, beta2: decay rates of m and v.
         eps: added to the square root.
         decoupled: weight decay first multiplies w by ``1 - lr*weight_decay`` (AdamW), else it is added to g (Adam).
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`.
     """,
 )
 
@@ -283,20 +280,17 @@ lars_step_ = _function(
     - ``scaled_grad``: ``m = momentum*m + R*(g + weight_decay*w); w -= lr*m``
     - ``scaled_lr``: ``m = momentum*m + (g + weight_decay*w); w -= lr*R*m``
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         trust: float64 ``[len(params), 3]``, overwritten: R, weight norm and gradient norm of each tensor.
         adapt: one per group: 0 sets R to 1.
-        variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
+        variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``, else RuntimeError.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
         squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients. Pass ``first`` writes them and
             ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
         passes: ``both``, ``first`` or ``second``.
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`, or the variant is unknown.
     """,
 )
 
@@ -307,7 +301,7 @@ lamb_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; u = m_hat/(sqrt(v_hat) + eps) + weight_decay*w``, and
     ``w -= lr * phi(|w|)/|u| * u``. The ratio ``phi(|w|)/|u|`` is 1 if a norm is zero; phi clamps ``|w|``.
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`; an unknown mode is a RuntimeError.
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, as of :func:`ddpcore.ops.adamw_step_`.
@@ -315,9 +309,6 @@ lamb_step_ = _function(
         beta1, beta2, eps, debias: as in the equation. Without debias, m_hat is m and v_hat is v.
         decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`, or the decay mode is unknown.
     """,
 )
 

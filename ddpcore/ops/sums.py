@@ -60,10 +60,7 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
         bounds: ascending from 0 to P: segment s has the columns from ``bounds[s]`` to ``bounds[s + 1]``.
         origin: o, with the shape and dtype of a row; None is zero.
 
-    Returns:
-        float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment.
-
-    Raises:
-        RuntimeError: rows or bounds are invalid. On CUDA a call takes up to 256 rows.
+    Returns float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment. RuntimeError: rows or
+    bounds are invalid. On CUDA a call takes up to 256 rows.
     """
     return _noise_sums(rows, bounds, origin)

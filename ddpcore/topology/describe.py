@@ -47,8 +47,7 @@ class Description:
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
     """Measure a topology with n learners, at the cost of its edges and of `Topology.spectral_gap`.
 
-    Raises:
-        ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
+    ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
     """
     check(0, 0, num_learners)
     check_range("epsilon", epsilon, above=0, below=1)

@@ -11,8 +11,7 @@ import numpy as np
 
 from ddpcore.topology.base import check, checked_weights, relative
 from ddpcore.topology.regular import Static
-from ddpcore.topology.rounds import Round
-from ddpcore.topology.spectrum import Vector
+from ddpcore.topology.rounds import Round, Vector
 
 
 @dataclass(frozen=True)

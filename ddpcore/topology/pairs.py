@@ -14,8 +14,6 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.rounds import Round
 
-Pairs = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True)
 class RandomPair(Topology):
@@ -82,7 +80,7 @@ class Matching(Topology):
     its own partner, negative, or too large for the number of learners.
     """
 
-    rounds_of_pairs: tuple[Pairs, ...]
+    rounds_of_pairs: tuple[tuple[tuple[int, int], ...], ...]
     _partners: tuple[dict[int, int], ...] = field(repr=False, compare=False)
     _last: int = field(repr=False, compare=False)  # the largest learner in a pair
 

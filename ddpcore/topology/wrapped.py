@@ -13,9 +13,8 @@ from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring, Static
-from ddpcore.topology.rounds import Round, uniform
+from ddpcore.topology.rounds import Round, Vector, uniform
 from ddpcore.topology.schedule import Milestones
-from ddpcore.topology.spectrum import Vector
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,10 @@ class Weighted(_Wrapped):
     V is the matrix of another topology. Then ``p_j W[j, k] = p_k W[k, j]``: W is self-adjoint for p, rows sum to one,
     and the minimum that learners find together is the minimum of the loss ``sum_j p_j f_j`` (2511.19513 compares this
     with weighted losses). If p is the number of samples of a learner's batch, the loss is the mean over all samples.
-    An edge in one direction only is left out.
-
-    Args:
-        topology: V.
-        weights: p, a number above 0 for each learner. If all are equal, W is V.
-
-    Raises:
-        ValueError: a weight is not above 0; with n learners: there are not n weights.
+    An edge in one direction only is left out. ValueError: a weight is not above 0; with n learners: there are not n.
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  #: p, a number above 0 for each learner. If all are equal, W is V, of ``topology``.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", checked_weights("Weighted", self.weights))
