@@ -77,8 +77,6 @@ class FusedOptimizer(SavedOptimizer):
         """
         return self.rule.options_of(groups[0])
 
-    # ---- torch.optim.Optimizer ----
-
     @override
     def add_param_group(self, param_group: Group) -> None:
         add, torchs = super().add_param_group.__func__, torch.optim.Optimizer.add_param_group  # type: ignore[attr-defined]
@@ -198,8 +196,6 @@ class FusedOptimizer(SavedOptimizer):
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
-    # ---- a step ----
-
     def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
         """Step every parameter of the groups that has a gradient.
 
@@ -237,7 +233,7 @@ class FusedOptimizer(SavedOptimizer):
         max_norm, lists = groups[0]["max_grad_norm"], (params, shards, states)
         norm_squared = None if max_norm is None else norm_squared_of(plan, shards)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
+        if plan.shards is None or not self.rule.uses_norms or not plan.shards.reductions:
             self._run(plan, groups, lists, scaling, mixture)
         else:
             self._run(plan, groups, lists, scaling, None, passes="first")

@@ -66,10 +66,7 @@ class Muon(SavedOptimizer):
             the rows of each. A group with parameters of three dimensions says what they are: ``batched=True`` for
             matrices ``[E, M, N]``, such as experts, and ``batched=False`` for the kernel of a convolution. ``period``
             and ``block_lr`` are options of a group, too.
-        lr: learning rate; a number or a tensor.
-        weight_decay: decoupled.
-        momentum: in [0, 1).
-        nesterov: see above.
+        lr, weight_decay, momentum, nesterov: see above. The rate may be a tensor, and the momentum is in [0, 1).
         ns_coefficients: a, b, c of :func:`~ddpcore.optim.newton_schulz.orthogonalize`.
         eps: least norm by which a matrix is divided.
         ns_steps: number of iterations, below 100.
@@ -80,7 +77,6 @@ class Muon(SavedOptimizer):
         ns_dtype: of the matrix products; float64 parameters have float64. float32 is faster on CPUs that have no
             instructions for bfloat16, and takes the Gram form where it has fewer multiplications. Autocast around a
             step changes nothing.
-        process_group: see above.
 
     Raises:
         ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions, or three
@@ -271,13 +267,13 @@ class Muon(SavedOptimizer):
         mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank]
         computed = {id(matrix): update for matrix, update in zip(mine, orthogonal(mine), strict=True)}
         updates: dict[int, Tensor] = {}
-        for kind in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
+        for device, stored in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
             parts: list[list[Matrix]] = [[] for _ in range(world_size)]
             for matrix, owner in zip(matrices, owners, strict=True):
-                if (matrix.param.device, matrix.stored) == kind:
+                if (matrix.param.device, matrix.stored) == (device, stored):
                     parts[owner].append(matrix)
             most = max(sum(matrix.param.numel() for matrix in part) for part in parts)
-            sent = torch.zeros(most, dtype=kind[1], device=kind[0])
+            sent = torch.zeros(most, dtype=stored, device=device)
             for matrix, place in places_in(parts[rank], sent):
                 place.copy_(computed[id(matrix)])
             received = [torch.empty_like(sent) for _ in range(world_size)]

@@ -62,8 +62,7 @@ def build_optimizer(
             if it is there, counts for them too.
         max_grad_norm: for those that clip gradients themselves; the caller clips for others.
 
-    Raises:
-        ValueError: no such optimizer or option, or an option has a value that the optimizer does not take.
+    ValueError: no such optimizer or option, or an option has a value that the optimizer does not take.
     """
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if max_grad_norm is not None:

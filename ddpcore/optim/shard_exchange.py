@@ -24,11 +24,10 @@ class ShardExchange:
         self._layouts, self._owners = list(zip(shapes, dims, strict=True)), list(owners)
         self._order = sorted(range(len(owners)), key=lambda index: owners[index])  # of what is sent: owner by owner
         self.owned = [index for index in self._order if owners[index] == self._rank]
-        mine = [sum(math.prod(self._shape(index, rank)) for index in self.owned) for rank in range(self._num)]
-        theirs = [0] * self._num
+        self._of_owned = [sum(math.prod(self._shape(index, rank)) for index in self.owned) for rank in range(self._num)]
+        self._of_shards = [0] * self._num
         for index, owner in enumerate(owners):
-            theirs[owner] += math.prod(self._shape(index, self._rank))
-        self._of_owned, self._of_shards = mine, theirs
+            self._of_shards[owner] += math.prod(self._shape(index, self._rank))
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""
