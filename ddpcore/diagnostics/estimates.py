@@ -66,8 +66,7 @@ def noise_scale(
         batch_size: b.
         population: N, number of samples that batches are drawn from without replacement; None: no correction.
 
-    Raises:
-        ValueError: there are fewer than two learners or no steps, or a number is not finite.
+    ValueError: there are fewer than two learners or no steps, or a number is not finite.
     """
     if num_learners < 2:
         raise ValueError("the estimate needs two batches: take more learners, or accumulate gradients")

@@ -61,11 +61,8 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         loss: computes the loss with the model's current weights, or yields parts whose sum is the loss.
         seed: of probes and noise.
 
-    Returns:
-        The measures; NaN if the loss or its curvature is not finite.
-
-    Raises:
-        ValueError: no parameter needs a gradient, or the loss is not one number with a graph.
+    The measures are NaN if the loss or its curvature is not finite. ValueError: no parameter needs a gradient, or the
+    loss is not one number with a graph.
     """
     hessian = Hessian(model, loss)
     weights_P, loss_at = hessian.weights.values_P, hessian.weights.loss_at

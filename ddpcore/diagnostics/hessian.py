@@ -34,8 +34,7 @@ class Hessian:
         group: a process group. The loss is the sum of all ranks' losses: give :class:`DataLoss` the same group. A
             product takes one all-reduce. All ranks must hold the same weights, and call the same methods.
 
-    Raises:
-        ValueError: no parameter needs a gradient, or the arguments do not fit together.
+    ValueError: no parameter needs a gradient, or the arguments do not fit together.
     """
 
     def __init__(

@@ -78,8 +78,7 @@ class HessianStatistics(Observer):
         records: of type :class:`HessianRecord`, one per measurement.
         num_steps: of a model without learners: the steps so far. Set it in a loop that goes on at a later step.
 
-    Raises:
-        ValueError: the arguments do not fit the loop.
+    ValueError: the arguments do not fit the loop.
     """
 
     def __init__(

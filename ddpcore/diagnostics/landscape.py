@@ -176,11 +176,7 @@ def landscape(
             a hash of the samples, the buffers and the plane, but not of the loss function.
         group: ranks that share the points. Each of them must hold all samples.
 
-    Returns:
-        The surface, on every rank.
-
-    Raises:
-        ValueError: the arguments do not fit together, or ``out`` holds another landscape.
+    Returns the surface, on every rank. ValueError: the arguments do not fit together, or ``out`` holds another one.
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
     if data.group is not None:

@@ -33,7 +33,6 @@ class NoiseStatistics:
 
     Args:
         handle: what ``distribute`` returned, or the model of a loop on one device.
-        optimizer: the optimizer of the loop.
         every: steps from one record to the next.
         batch_size: b, samples of one learner's gradient (on one device: of one backward pass). 1 gives noise scales in
             units of such batches.
@@ -56,8 +55,7 @@ class NoiseStatistics:
             clipped in the same way. Not for optimizers that clip inside the step.
         loss_divisor: on one device: the divisor of each pass's loss, usually the number of passes.
 
-    Raises:
-        ValueError: the arguments do not fit the loop; one line that says what to do.
+    ValueError: the arguments do not fit the loop; one line that says what to do.
     """
 
     def __init__(

@@ -224,16 +224,14 @@ def local_gradients(learner: Learner) -> Tensor:
 
     NaN for a learner whose trained parameters have none: ``on_nonfinite`` has left its step out.
     """
-    rows_LP = torch.zeros_like(learner.flat.param_LP)
-    pairs = list(zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True))
-    num = len(learner.flat.segments)
-    for row in range(len(rows_LP)):
-        trained = [pair for pair in pairs[row * num : (row + 1) * num] if pair[1].requires_grad]
-        for view, parameter in trained:
-            if parameter.grad is not None:
-                view.copy_(local(parameter.grad))
-        if trained and all(parameter.grad is None for _, parameter in trained):
-            rows_LP[row] = float("nan")
+    rows_LP, num = torch.zeros_like(learner.flat.param_LP), len(learner.flat.segments)
+    for view, parameter in zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True):
+        if parameter.requires_grad and parameter.grad is not None:
+            view.copy_(local(parameter.grad))
+    for row, row_P in enumerate(rows_LP):
+        trained = [one for one in learner.flat.parameters[row * num : (row + 1) * num] if one.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            row_P.fill_(float("nan"))
     return rows_LP
 
 

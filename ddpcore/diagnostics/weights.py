@@ -81,8 +81,7 @@ class DataLoss:
         group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
             the number of samples of all ranks: the sum over ranks is the mean over all samples.
 
-    Raises:
-        ValueError: there is no batch.
+    ValueError: there is no batch.
     """
 
     def __init__(

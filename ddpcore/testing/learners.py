@@ -49,8 +49,7 @@ class Scenario:
     batch_norm: bool = False  #: whether the model has running statistics
     #: number of steps after which everything is made again and goes on from the saved state; None does not
     resume_at: int | None = None
-    #: size of a bucket of averaged gradients
-    bucket_bytes: int = 128  # several buckets, cut inside tensors
+    bucket_bytes: int = 128  #: size of a bucket of averaged gradients: there are several, cut inside tensors
     lr_decay: float = 1.0  #: factor of the learning rate after each step
 
 
@@ -170,20 +169,20 @@ class SmallRun:
     def _result(self, handle: Distributed, losses: Tensor) -> Result:
         bytes_sent = handle.comm.bytes_sent
         evaluation = handle.evaluation_model()
-        rows = [torch.cat([x.detach().flatten() for x in _numbers(one).values()]) for one in handle.models]
         return Result(
-            weights=torch.stack(rows).cpu(),
+            weights=torch.stack([_row_of(model) for model in handle.models]).cpu(),
             num_weights=sum(parameter.numel() for parameter in evaluation.parameters()),
             losses=losses.cpu(),
-            average=torch.cat([tensor.detach().flatten() for tensor in _numbers(evaluation).values()]).cpu(),
+            average=_row_of(evaluation).cpu(),
             consensus=handle.consensus_distance(),
             shares=None if handle.learner is None else handle.learner.shares,
             bytes_sent=bytes_sent,
         )
 
 
-def _numbers(model: nn.Module) -> dict[str, Tensor]:
+def _row_of(model: nn.Module) -> Tensor:
     """Parameters, and then buffers of floating-point numbers. Those of a learner of several ranks are gathered."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
-    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
+    wholes = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in named.values())
+    return torch.cat([whole.detach().flatten() for whole in wholes])
