@@ -141,14 +141,14 @@ class HessianStatistics(Observer):
         self.num_steps += 1
         if self.num_steps % self.every == 0:
             begin = time.perf_counter()
-            self.records.append(self._record(self.num_steps, *self._spectrum(self._hessian.operator()), begin))
+            self.records.append(self._record(self.num_steps, begin, self._spectrum(self._hessian.operator())))
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
         operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
-        found, problem = self._spectrum(operator)
-        top_kP, penalty = found.vectors[: self.top], 0.0
+        spectrum = self._spectrum(operator)
+        top_kP, penalty = spectrum[0].vectors[: self.top], 0.0
         distance: _Share = (0.0, [])
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
             apart_LP = weights_LP - learner.average_of(weights_LP)
@@ -159,7 +159,7 @@ class HessianStatistics(Observer):
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
             noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
-        return self._record(learner.step + 1, found, problem, begin, distance, noise, penalty)
+        return self._record(learner.step + 1, begin, spectrum, distance, noise, penalty)
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
@@ -173,13 +173,13 @@ class HessianStatistics(Observer):
     def _record(
         self,
         step: int,
-        found: Eigenvalues,
-        problem: str | None,
         begin: float,
+        spectrum: tuple[Eigenvalues, str | None],
         distance: _Share = (0.0, []),
         noise: _Share | None = None,
         penalty: float = 0.0,
     ) -> HessianRecord:
+        found, problem = spectrum
         values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
             step=step,
@@ -204,7 +204,9 @@ class HessianStatistics(Observer):
             rows = []
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
-                _spread(learner, vector_P, padded_LP)
+                stacks = _stacks(learner, padded_LP)
+                for stack, part in zip(stacks, vector_P.split([one[0].numel() for one in stacks]), strict=True):
+                    stack.copy_(part.view(stack.shape[1:]))
                 product_LP = passes.hessian_product(self._model, learner, self._loss, mean_LP, padded_LP)
                 rows.append(_real(learner, product_LP[:1])[0])
             return torch.stack(rows)
@@ -230,22 +232,13 @@ def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
     return bool(learner.comm.gather(same_L.double()).all())
 
 
-def _order(learner: Learner) -> list[int]:
-    """The segments of the flat buffer in the order of ``model.parameters()``, which does not change in a run."""
-    flat = learner.flat
+def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
+    """The segments of a flat buffer, ``[L, *S]``, in the order of ``model.parameters()``, which never changes."""
     place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
-    return sorted(range(len(flat.segments)), key=lambda index: place[id(flat.parameters[index])])
-
-
-def _spread(learner: Learner, vector_P: Tensor, rows_LP: Tensor) -> None:
-    """Write a vector without padding into each row of a buffer with padding."""
-    order, stacks = _order(learner), learner.flat.stacks_of(rows_LP)
-    parts = vector_P.split([learner.flat.segments[index].numel for index in order])
-    for index, part in zip(order, parts, strict=True):
-        stacks[index].copy_(part.view(learner.flat.segments[index].shape))
+    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # those of learner 0
+    return [stack for _, stack in sorted(pairs, key=lambda pair: place[id(pair[0])])]
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
     """Rows ``[L, P]`` without the padding of the buffer."""
-    stacks = learner.flat.stacks_of(rows_LP)
-    return torch.cat([stacks[index].reshape(len(rows_LP), -1) for index in _order(learner)], dim=1)
+    return torch.cat([stack.reshape(len(rows_LP), -1) for stack in _stacks(learner, rows_LP)], dim=1)

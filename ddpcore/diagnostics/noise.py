@@ -149,7 +149,7 @@ class NoiseStatistics:
 def _hooked(
     handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig
 ) -> HookedDistributed | None:
-    """The handle whose learners are compared; None for one device, whose backward passes are. ValueError: neither."""
+    """The handle whose learners are compared; None for one device. ValueError: this loop cannot be measured."""
     model_of(handle)
     if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")

@@ -30,6 +30,7 @@ class FusedAdamW(FusedOptimizer):
     Args:
         betas: decay rates of m and v, each in [0, 1).
         eps: added to the square root.
+        weight_decay: see ``decoupled_weight_decay``.
         amsgrad: must be False, else ValueError: no kernel keeps the maximum of v.
         capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (AdamW). False: it is added to

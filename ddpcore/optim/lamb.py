@@ -40,6 +40,7 @@ class FusedLAMB(AdaptiveOptimizer):
     All other arguments, and the errors, are those of :class:`FusedAdamW`.
 
     Args:
+        weight_decay: see ``decay_mode``.
         trust_clip: upper bound of r, or (lower, upper).
         variant: see above.
         always_adapt: whether tensors of a group without weight decay have a ratio; may differ by group. None: always,
