@@ -35,8 +35,7 @@ class NoisySSGD(SSGD):
         seed: of the noise.
         where: ``shared`` or ``per_learner``.
 
-    Raises:
-        ValueError: an option is out of its range.
+    ValueError: an option is out of its range.
     """
 
     name: ClassVar[str] = "noisy_ssgd"
