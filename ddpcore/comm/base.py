@@ -83,12 +83,7 @@ class LiveWeights(ABC):
     def meet(self, learner: int, peer: int, job: Job) -> None:
         """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step of the job``: atomic. The next job begins at w_i.
 
-        Further copies move as the rule says. If i is its own peer, nothing is averaged.
-
-        Args:
-            learner: i, held by this process.
-            peer: j, any learner.
-            job: of i.
+        Further copies move as the rule says. Learner i is held here; if it is its own peer j, nothing is averaged.
         """
 
     @abstractmethod
@@ -159,8 +154,7 @@ class Work:
 class Exchange(ABC):
     """A transfer of neighbours' weights in progress. It holds the rows of other processes by their learners.
 
-    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``. Over shared memory
-    ``rows`` may come before ``mixture``: so an exchange between several hosts reads the rows of its own host.
+    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``.
 
     Args:
         learners: the learners held here.
@@ -182,17 +176,18 @@ class Exchange(ABC):
     def mixture(self) -> WeightAverage:
         """Wait, then return ``w <- W w``. The rows sent were the weights, which have not changed since then."""
         rows, round_ = self.received(), self.round_of(self.learners[0])
-        return Mixture([rows[source] for source in round_.sources], round_.self_weight, round_.weights)
+        peers = [rows[source] for source in round_.sources]
+        return Mixture(peers, round_.self_weight, round_.weights, out=self.new_row())
+
+    def new_row(self) -> Tensor | None:
+        """Where the mixture of weights that are exchanged in place goes; None: into the row of the weights itself."""
+        return None
 
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with published rows q.
 
-        Published rows are older weights, or the weights as a codec decodes them.
-
-        Args:
-            published_LP: q of the learners held here.
-            factor: a factor of the correction.
-            decode: turns the received rows into published rows; None if they are equal.
+        Published rows are older weights, or the weights as a codec decodes them. ``published_LP`` are those of the
+        learners held here, and ``decode`` turns received rows into published ones; None if they are equal.
         """
         received = self.received()
         rows = received if decode is None else {source: decode(source, row) for source, row in received.items()}
@@ -206,13 +201,10 @@ class Exchange(ABC):
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
     def differences(self, sent_LP: Tensor) -> Tensor:
-        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+        """Wait, then return ``sum_k W_jk (x_k - x_j)`` for the rows x, of which ``sent_LP`` are those held here.
 
         Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
         is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
-
-        Args:
-            sent_LP: x of the learners held here.
         """
         rows = self.rows(sent_LP)
         sums_LP = torch.zeros_like(sent_LP)
@@ -223,11 +215,7 @@ class Exchange(ABC):
         return sums_LP
 
     def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
-        """Wait, then return the rows of the learners held here and of their neighbours, by learner.
-
-        Args:
-            sent_LX: the rows of the learners held here.
-        """
+        """Wait, then return the rows of the learners held here, ``sent_LX``, and of their neighbours, by learner."""
         return {**self.received(), **dict(zip(self.learners, sent_LX, strict=True))}
 
     def abandon(self) -> None:
@@ -284,11 +272,7 @@ class Communicator(ABC):
         """Say in the description which edges of a topology go which way, if there are several ways."""
 
     def play(self, script: Iterable[Change]) -> None:
-        """Let virtual learners die as the changes of another run say, each from its operation on.
-
-        Raises:
-            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
-        """
+        """See :meth:`ddpcore.Distributed.play`."""
         raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
 
     def now(self) -> float:
@@ -300,14 +284,9 @@ class Communicator(ABC):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
-        """Weights that learners average in pairs without waiting; they begin as these. Collective.
+        """Weights that learners average in pairs without waiting; those held here begin as these. Collective.
 
-        Args:
-            weights_LP: of the learners held here.
-            rule: what a meeting does to two rows; None: both take their mean.
-
-        Raises:
-            ValueError: the connection cannot do that.
+        ``rule`` is what a meeting does to two rows; None: both take their mean. ValueError: the connection cannot.
         """
         if len(self.learners) < self.num_learners:
             raise ValueError(f"{self.description}: no learner reads the weights of another without waiting")
@@ -349,13 +328,9 @@ class Communicator(ABC):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used.
 
-        Args:
-            weights_LP: of the learners held here.
-            topology: says who averages with whom.
-            step: of training.
-            in_place: neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
-                buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be
-                exchanged in place at a time.
+        With ``in_place`` neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
+        buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be exchanged in
+        place at a time.
         """
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.fabric import Fabric, ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
+from ddpcore.comm.fabric import ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
 from ddpcore.comm.groups import TIMEOUT_SECONDS, check_timeout, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, Roll
@@ -29,8 +29,7 @@ class Connection:
     """How learners exchange bytes, and what they do when one of them does not answer.
 
     Args:
-        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``, see
-            docs/transports.md.
+        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``, see docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         bucket_bytes: size of the largest bucket of averaged gradients, in bytes.
@@ -59,12 +58,9 @@ class Connection:
 
     def given(self, names: Collection[str] | None = None) -> str:
         """The fields that differ from their defaults, as ``connection=Connection(a=, b=)``; empty if there are none."""
-        found = [
-            item.name
-            for item in fields(self)
-            if getattr(self, item.name) != item.default and (names is None or item.name in names)
-        ]
-        return f"connection=Connection({', '.join(f'{name}=' for name in found)})" if found else ""
+        chosen = [item for item in fields(self) if names is None or item.name in names]
+        found = [f"{item.name}=" for item in chosen if getattr(self, item.name) != item.default]
+        return f"connection=Connection({', '.join(found)})" if found else ""
 
 
 def connect(
@@ -77,9 +73,8 @@ def connect(
 
     Args:
         group: the process group; None for virtual learners in this process.
-        device: the device of the model.
-        connection: None for the defaults. If the transport ``auto`` chooses ``pg``, the communicator's ``description``
-            contains the reason.
+        device: of the model.
+        connection: None for the defaults. Where ``auto`` chooses ``pg``, ``description`` has the reason.
         learners: number of virtual learners of each process; None for one real learner on each rank.
 
     Raises:
@@ -130,31 +125,32 @@ def _connect_elastic(
         except coordination.Unreachable:
             if transport != "auto":
                 raise
-    roll = Roll(new_run(group, timeout), timeout)
-    fabric: Fabric
-    if coordinator is None:
-        fabric = ProcessGroupFabric(roll, str(dist.get_backend(group)), device)
-    else:
-        fabric = SharedMemoryFabric(roll, coordinator)
+    fabric = _fabric(Roll(new_run(group, timeout), timeout), str(dist.get_backend(group)), device, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)
+
+
+def _fabric(
+    roll: Roll, kind: str, device: torch.device, coordinator: coordination.Coordinator | None
+) -> SharedMemoryFabric | ProcessGroupFabric:
+    return ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
     hosts = gather_objects(group, coordination.host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
-    if choice.name == "ipc":
-        return CudaIpcCommunicator(group, device, timeout)
-    if choice.name in ("shm", "mixed"):
-        try:
-            if choice.name == "mixed":
-                return MixedCommunicator(group, hosts, timeout)
+    try:
+        if choice.name == "ipc":
+            return CudaIpcCommunicator(group, device, timeout)
+        if choice.name == "mixed":
+            return MixedCommunicator(group, hosts, timeout)
+        if choice.name == "shm":
             return SharedMemoryCommunicator(group, timeout)
-        except coordination.Unreachable as error:
-            if transport != "auto":
-                raise
-            reason = str(error)
+    except coordination.Unreachable as error:
+        if transport != "auto":
+            raise
+        reason = str(error)
     comm = ProcessGroupCommunicator(group, timeout=timeout)
     comm.description += f" ({reason})"
     return comm
@@ -167,9 +163,5 @@ def find_run(store: dist.Store, device: torch.device, timeout: float) -> Elastic
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")
-    fabric: Fabric
-    if run["kind"] == "shm":
-        fabric = SharedMemoryFabric(roll, coordination.Coordinator(None, timeout))
-    else:
-        fabric = ProcessGroupFabric(roll, run["kind"], device)
-    return ElasticCommunicator(fabric, first=run["first"])
+    coordinator = coordination.Coordinator(None, timeout) if run["kind"] == "shm" else None
+    return ElasticCommunicator(_fabric(roll, run["kind"], device, coordinator), first=run["first"])

@@ -79,11 +79,7 @@ class Membership:
         self._known: dict[tuple[int, int], tuple[Topology, Topology]] = {}
 
     def change(self, members: tuple[int, ...], operation: int, step: int | None) -> None:
-        """Take other members from an operation on. No change if they are the same.
-
-        Raises:
-            TooFewLeft: fewer than two are left.
-        """
+        """Take other members from an operation on. No change if they are the same. TooFewLeft: fewer than two are."""
         if members == self.members:
             return
         lost = tuple(sorted(set(self.members).difference(members)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
-from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
@@ -135,11 +134,8 @@ class _MixedExchange(Exchange):
         return {learner: row for learner, row in rows.items() if learner not in self.learners}
 
     @override
-    def mixture(self) -> WeightAverage:
-        """In place, the exchange inside the host says where the new weights go."""
-        mixture, near = super().mixture(), self._near.mixture()
-        assert isinstance(mixture, Mixture) and isinstance(near, Mixture)
-        return replace(mixture, out=near.out)
+    def new_row(self) -> Tensor | None:
+        return self._near.new_row()
 
     @override
     def abandon(self) -> None:

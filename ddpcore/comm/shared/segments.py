@@ -5,7 +5,6 @@ Shapes: n learners, P elements of a learner's row. Every rank holds one learner 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -20,7 +19,6 @@ from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.live import SharedLiveWeights
 from ddpcore.comm.shared.memory import Buffers, HostMemory, Memory, Slot, Slots
-from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.runtime import launch
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -198,16 +196,11 @@ class SegmentCommunicator(Communicator):
         """A snapshot that no rank reads. It has its own storage, because saving a parameter saves its whole storage."""
         num_bytes, dtype = kind[0] * kind[1].itemsize, kind[1]
 
-        def make() -> Slot:
-            buffers = self._allocate(num_bytes)
-            return Slot({rank: one[:num_bytes].view(dtype) for rank, one in buffers.items()})
+        def make(num: int) -> list[Slot]:
+            made = [self._allocate(num_bytes) for _ in range(num)]
+            return [Slot({rank: one[:num_bytes].view(dtype) for rank, one in views.items()}) for views in made]
 
-        return self._snapshots.take(
-            kind,
-            self._coordinator.num_operations,
-            lambda num: [make() for _ in range(num)],
-            lambda slot, number: self._coordinator.await_passed(slot.readers, number),
-        )
+        return self._snapshots.take(kind, self._coordinator.num_operations, make, self._coordinator.await_passed)
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
@@ -250,13 +243,11 @@ class _SnapshotExchange(Exchange):
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
-    def mixture(self) -> WeightAverage:
-        mixture = super().mixture()
+    def new_row(self) -> Tensor | None:
         if self._kind is None:
-            return mixture
-        assert isinstance(mixture, Mixture)
+            return None
         snapshot = self._comm._next[self._kind] = self._comm._free_snapshot(self._kind)
-        return replace(mixture, out=snapshot.views[self._comm.rank])
+        return snapshot.views[self._comm.rank]
 
     @override
     def abandon(self) -> None:
