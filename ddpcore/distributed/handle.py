@@ -1,9 +1,9 @@
-"""The handle of a model in training, as ``distribute`` returns it; baselines have this one."""
+"""The handle of a model in training, as ``distribute`` returns it; baselines have this one. Observers of the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,25 @@ from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Observer:
+    """Diagnostics that follow a loop: methods are called on every rank in this order, read a learner, change nothing.
+
+    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients.
+    """
+
+    def before_forward(self, learner: Learner) -> None:
+        """Called before a forward pass that records gradients."""
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """Called during backward: columns ``[L, n]`` of ``grad_LP`` hold each learner's own gradients."""
+
+    def gradients_averaged(self, learner: Learner) -> None:
+        """Called at the end of a backward pass: all rows of ``grad_LP`` hold the average."""
+
+    def before_step(self, learner: Learner) -> None:
+        """Called before the optimizer's step, with the weights and gradients that the backward pass left."""
 
 
 class Distributed:
@@ -70,10 +89,7 @@ class Distributed:
 
         Args:
             losses: one for each learner, a tensor ``[learners]`` or a sequence of scalars; or a scalar of one learner.
-                Their mean would divide each gradient by the number of learners, so it is refused.
-
-        Raises:
-            ValueError: there are not as many losses as learners.
+                A ValueError refuses their mean, which would divide each gradient by the number of learners.
         """
         stacked = losses if isinstance(losses, Tensor) else torch.stack(list(losses))
         num = len(getattr(self.model, "rows", self.models))
@@ -97,17 +113,14 @@ class Distributed:
         """
         yield tensors
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes accumulate gradients without averaging them."""
-        with self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext():
-            yield
+        return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
         """Return a copy of the model with the average of all learners' weights. Collective.
 
-        The model in training does not change. push_sum weights learners by their push weights p:
-        ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
+        push_sum weights learners by their push weights p: ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
 
         Args:
             batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
@@ -165,11 +178,7 @@ class Distributed:
         self.comm.play(script)
 
     def lose(self, learner: int) -> None:
-        """Let a virtual learner die now: the next operation between learners is without it. See :meth:`play`.
-
-        Raises:
-            ValueError: as for :meth:`play`, or there is no such learner.
-        """
+        """As :meth:`play`, let a virtual learner die now: the next operation between learners is without it."""
         members = () if self.comm.membership is None else self.comm.membership.members
         operation = getattr(self.comm, "num_operations", 0)
         if members and learner not in members:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state
+from ddpcore.distributed.saved import load_run_state, load_state, state_of
 from ddpcore.optim.schedules import Schedule
-from ddpcore.storage.serialization import copy_of
 
 
 def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,16 +275,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: the step, module, optimizer, handle, torch's random generators."""
-        device, random = self.dataset.train.labels.device, {"cpu": torch.get_rng_state()}
-        if device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(device)
-        return {
-            "step": self.num_steps,
-            "model": copy_of(dict(self.module.state_dict())),
-            "optimizer": self.optimizer.state_dict(),
-            "handle": self.handle.state_dict(),
-            "random": random,
-        }
+        return {"step": self.num_steps, **state_of(self.handle, self.module, self.optimizer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of :meth:`state_dict`. Collective.
@@ -307,13 +297,8 @@ class Trainer:
             # another order. One backward pass now, whose result is dropped, makes a resumed run give the same bits.
             self._backward(self.indices(), 1.0)
             self.optimizer.zero_grad()
-        self.module.load_state_dict(theirs)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.handle.load_state_dict(state["handle"])
-        self.num_steps, device = state["step"], self.dataset.train.labels.device
-        torch.set_rng_state(state["random"]["cpu"])
-        if "cuda" in state["random"] and device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), device)
+        load_state(self.handle, self.module, self.optimizer, state)
+        self.num_steps = state["step"]
 
     def load_moved(self, states: list[dict[str, Any]], moments: str) -> None:
         """Load what the processes of a run with another number of learners have saved. Collective.
