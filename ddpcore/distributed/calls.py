@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpcore.parameters.hooks import exclude_from_compilation
-from ddpcore.strategies.learner import Learner
-
-
-class Watch(Protocol):
-    """``ddpcore.distributed.watch.LoopWatch``."""
-
-    learner: Learner
-
-    def has_called(self, frame: FrameType) -> bool:
-        """Whether the step of training that runs has called ``frame``."""
-
 
 _WATCHES = WeakTensorKeyDictionary()  # a reference to the watch of each parameter that distribute() has moved
 _OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
@@ -50,8 +39,8 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def register(watch: Watch) -> None:
-    """Refuse steps of other optimizers on the parameters of a learner from now on."""
+def register(watch: Any) -> None:
+    """From now on refuse steps of other optimizers on the parameters of the learner of a ``LoopWatch``."""
     _WATCHES.update(dict.fromkeys(watch.learner.flat.parameters, weakref.ref(watch)))
     _OWN.add(watch.learner.optimizer)
     _OTHERS.clear()
@@ -80,7 +69,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if reference is None:
         _OTHERS[optimizer] = len(parameters)
         return
-    watch: Watch | None = reference()
+    watch = reference()
     own = None if watch is None else watch.learner.optimizer
     if watch is not None and watch.has_called(sys._getframe(1)):
         return

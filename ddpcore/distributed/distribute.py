@@ -172,12 +172,9 @@ def join(
 
     Args:
         model: as the other ranks have it, with any weights.
-        optimizer: of the same class, with the same options.
-        strategy: the same strategy.
+        optimizer, strategy, policies, on_nonfinite: as the other ranks gave them to :func:`distribute`.
         store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
-        connection: as the other ranks gave it to :func:`distribute`. Its timeout is that of the wait for the run.
-        policies: as the other ranks gave them.
-        on_nonfinite: as the other ranks gave it.
+        connection: as the other ranks gave it. Its timeout is that of the wait for the run.
 
     Raises:
         ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.

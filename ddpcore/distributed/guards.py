@@ -146,13 +146,11 @@ def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -
     Raises:
         ValueError: it has more dimensions, or ``group=`` or ``learners=`` is given too.
     """
-    given = [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]
-    if given:
+    if given := [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]:
         raise ValueError(f"mesh= says which ranks are learners: leave {' and '.join(given)} out")
     if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}: pass the one of the learners, mesh['learners']"
-        )
+        names = mesh.mesh_dim_names
+        raise ValueError(f"mesh has the dimensions {names}: pass the one of the learners, mesh['learners']")
     found: dist.ProcessGroup = mesh.get_group()
     return found
 
@@ -176,9 +174,7 @@ def shards_of(
 ) -> Shards | None:
     """This rank's part of a model whose parameters are DTensors; None for a model that is whole.
 
-    Args:
-        model, strategy, connection, scaler, on_nonfinite: as in ``distribute``.
-        group: the learners: ranks that hold the same shards of different learners; None for virtual learners.
+    ``group`` are the learners: ranks that hold the same shards of different learners; None for virtual learners.
 
     Raises:
         ValueError: a parameter cannot be averaged over these learners, or an option does not work with shards.
