@@ -303,21 +303,15 @@ class Communicator(ABC):
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
-            rows: of the learners held here. They must not change before the work ends.
+            rows: of the learners held here. They must not change before the work ends. ValueError, before anything is
+                sent: their dtype has no average, because it is an integer, bool, or has 8 bits.
             step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
             size: of each group, for which :meth:`form_groups` was called: learners 0 to size-1, size to 2 size-1, and
                 so on. A group waits for no learner of another one. None: all learners.
-
-        Raises:
-            ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
     def form_groups(self, size: int) -> None:
-        """Prepare averages in groups of a size that divides n, before training. Collective.
-
-        Raises:
-            ValueError: the connection has no such groups. Nothing has changed.
-        """
+        """Prepare averages in groups of a size that divides n. Collective. ValueError: the connection has no groups."""
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:

@@ -19,14 +19,8 @@ class Choice:
 def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: int) -> Choice:
     """Choose NCCL if every rank has a GPU, virtual learners if ranks would share a GPU, and gloo on the CPU.
 
-    Args:
-        requested: one of ``BACKENDS``. This function decides only if it is ``auto``.
-        world_size: number of learners.
-        device: ``cpu`` or ``cuda``, where the model trains.
-        num_gpus: number of visible CUDA devices.
-
-    Raises:
-        ValueError: the requested backend cannot run here; the message names a flag to change.
+    A ``requested`` backend other than ``auto`` is only checked. ``device`` is ``cpu`` or ``cuda``, where the model
+    trains. ValueError: the requested backend cannot run here; the message names a flag to change.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}: choose from {', '.join(BACKENDS)}")
@@ -59,17 +53,9 @@ def choose_transport(
 ) -> Transport:
     """Choose shared memory for ranks on the CPU of one Linux host, and for those of each host if there are several.
 
-    The process group connects all other ranks. CUDA IPC is used only if it is requested.
-
-    Args:
-        requested: one of ``TRANSPORTS``. This function decides only if it is ``auto``.
-        world_size: number of ranks.
-        device: ``cpu`` or ``cuda``, where the model trains.
-        num_hosts: number of machines that the ranks run on.
-        may_die: whether the others go on when a rank dies (``on_failure="shrink"``).
-
-    Raises:
-        ValueError: the requested transport cannot connect these ranks; the message names a flag to change.
+    The process group connects all other ranks. CUDA IPC is used only if it is requested. A ``requested`` transport
+    other than ``auto`` is only checked. With ``may_die`` the others go on when a rank dies (``on_failure="shrink"``).
+    ValueError: the requested transport cannot connect these ranks; the message names a flag to change.
     """
     if requested not in TRANSPORTS:
         raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")

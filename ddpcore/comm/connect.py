@@ -96,7 +96,6 @@ def connect(
 def _connect_elastic(
     group: dist.ProcessGroup | None, device: torch.device, connection: Connection, learners: int | None
 ) -> Communicator:
-    """The connection of learners that may die."""
     transport, timeout, membership = connection.transport, connection.timeout, connection.membership
     if connection.link is not None:
         raise ValueError("on_failure='shrink' cannot emulate a link: leave link= out")

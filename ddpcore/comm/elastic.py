@@ -48,9 +48,7 @@ class ElasticCommunicator(Communicator):
     def enter(self, facts: list[Fact]) -> None:
         """As a new rank: ask to join, and wait until the members let it in. They wait from then on.
 
-        Raises:
-            ValueError: the ranks of the run train something else, or cannot take another rank.
-            RuntimeError: the run does not answer.
+        ValueError: the run trains something else, or cannot take another rank. RuntimeError: it does not answer.
         """
         roll = self._fabric.roll
         number = int(roll.store.add("joins", 1))  # of the request, from 1

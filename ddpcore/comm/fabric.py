@@ -120,8 +120,7 @@ class Fabric(ABC):
     def agree(self, operation: Operation) -> Members:
         """Wait until all members have published their rows or are dead. Returns those that have, on every rank alike.
 
-        Raises:
-            RuntimeError: a member lives and does not come in time, or calls another operation.
+        RuntimeError: a member lives and does not come in time, or calls another operation.
         """
 
     @abstractmethod

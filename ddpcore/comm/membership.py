@@ -120,9 +120,7 @@ class Membership:
 class Roll:
     """The record of a run's generations, in a store that all ranks reach and that outlives each of them.
 
-    Args:
-        store: under a prefix that no other run uses.
-        timeout: seconds that a living rank may let the others wait.
+    The store is under a prefix that no other run uses. A living rank may let the others wait for ``timeout`` seconds.
     """
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
@@ -160,8 +158,7 @@ class Roll:
     def next_generation(self, members: tuple[int, ...], state: int) -> tuple[tuple[int, ...], list[int]]:
         """Open or join the next generation. Returns its members, on each of them the same, and the state of each.
 
-        Raises:
-            RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
+        RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
         """
         try:
             agreed = self._agree(members, state)

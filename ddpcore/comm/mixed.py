@@ -31,19 +31,15 @@ class MixedCommunicator(ProcessGroupCommunicator):
     all ranks, broadcasts, gatherings, and rows that change without waiting.
 
     Args:
-        group: a process group; None is the default group, which must be initialised.
+        group, timeout: see :class:`ProcessGroupCommunicator`.
         hosts: of each rank, a text that is equal for two ranks of one host.
-        timeout: seconds that a living rank may let the others wait.
-
-    Attributes:
-        bytes_by_group: bytes that this learner has sent over the process group.
 
     Raises:
         ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of
             one host cannot reach each other's memory.
     """
 
-    bytes_by_group: int = 0
+    bytes_by_group: int = 0  # that this learner has sent over the process group
 
     def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, timeout=timeout)

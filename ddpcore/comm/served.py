@@ -39,15 +39,10 @@ _ADVICE = "end training with a collective call on all ranks, and after a failure
 
 
 class ServedLiveWeights(LiveWeights):
-    """One row of each rank. The constructor is collective.
+    """One row of each rank. The constructor is collective, over a group of gloo that serves these weights alone.
 
-    When the last reference to the object goes, this rank leaves: an average with it is then an error.
-
-    Args:
-        group: of gloo, for these weights alone; any number of ranks above one.
-        weights_LP: ``[1, P]``, of this rank. The row is a copy on the CPU.
-        timeout: seconds that a living rank may let another one wait.
-        rule: what a meeting does to two rows.
+    When the last reference to the object goes, this rank leaves: an average with it is then an error. The row is a copy
+    of the weights ``[1, P]`` on the CPU. A living rank may let another one wait for ``timeout`` seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float, rule: PairMean) -> None:

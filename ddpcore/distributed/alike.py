@@ -95,7 +95,7 @@ def check_divided(learner: Learner) -> None:
     sums = [none if grad is None else _sum_of_numbers(grad) for grad in grads]
     everyone = learner.comm.gather(torch.stack(sums)[None]).cpu()
     for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
-        other = int((everyone[:, index] != everyone[0, index]).nonzero()[0])
+        other = _first_other(everyone[:, index])
         raise RuntimeError(
             f"the gradient of {flat.names[index]} on learner {other} is not that of learner 0, and {name} divides its "
             "work among ranks that have the same gradients: change them on all alike, or set process_group = None"

@@ -122,11 +122,8 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
         comm.note_topology(strategy.topology)
     comm.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.traits.averages_gradients:
-        text = (
-            f"{strategy.name}: there is one learner, so nothing is averaged (outer steps go on): start more ranks, or "
-            "pass learners="
-        )
-        warnings.warn(text, stacklevel=3)
+        text = "there is one learner, so nothing is averaged (outer steps go on): start more ranks, or pass learners="
+        warnings.warn(f"{strategy.name}: {text}", stacklevel=3)
 
 
 def _make_learner(
@@ -246,10 +243,8 @@ def _group_of(
 
 def _trained(model: nn.Module) -> Tensor:
     """A trained parameter. FlatParameters refuses a model of two dtypes or devices, or without trained parameters."""
-    return next(
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
-        torch.zeros(0, dtype=torch.float32, device="cpu"),
-    )
+    none = torch.zeros(0, dtype=torch.float32, device="cpu")
+    return next((parameter for parameter in model.parameters() if parameter.requires_grad), none)
 
 
 @torch.no_grad()
@@ -306,11 +301,10 @@ def _check(
     check_model(model)
     check_optimizer(optimizer, learners)
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in given:
-            raise ValueError(
-                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
-            )
+    for name, one in model.named_parameters():
+        if one.requires_grad and id(one) not in given:
+            advice = "add it, or freeze it with requires_grad_(False)"
+            raise ValueError(f"parameter {name} is not in the optimizer: {advice}")
     if not given <= set(map(id, model.parameters())):
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
     policies.check(strategy)
@@ -323,8 +317,7 @@ def _check(
     if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
         raise ValueError(
             f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients, and under "
-            f"{strategy.name} they differ: "
-            "leave process_group out"
+            f"{strategy.name} they differ: leave process_group out"
         )
     if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")

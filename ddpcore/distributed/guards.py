@@ -27,10 +27,9 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose weights or buffers cannot be moved, or that something else averages or shards.
+    """Raise ValueError for a model whose weights or buffers cannot be moved, or that something else averages or shards.
 
-    Raises:
-        ValueError: the model is a wrapper or a torch.jit model, or a tensor of it cannot be used. Nothing was changed.
+    Nothing was changed.
     """
     for name, module in model.named_modules():
         if wrapper := wrapper_of(module):
@@ -57,11 +56,7 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def check_optimizer(optimizer: object, learners: int | None) -> None:
-    """Refuse an optimizer whose ``step()`` calls no hooks, or that sends weights itself.
-
-    Raises:
-        ValueError: it is such an optimizer. Nothing was changed.
-    """
+    """Raise ValueError for an optimizer whose ``step()`` calls no hooks, or that sends weights itself."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is a {name}: pass a torch.optim.Optimizer")
@@ -141,11 +136,7 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
 
 
 def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup:
-    """The process group of a mesh of learners, of one dimension.
-
-    Raises:
-        ValueError: it has more dimensions, or ``group=`` or ``learners=`` is given too.
-    """
+    """The process group of a mesh. ValueError: it has two dimensions, or ``group=`` or ``learners=`` is given too."""
     if given := [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]:
         raise ValueError(f"mesh= says which ranks are learners: leave {' and '.join(given)} out")
     if mesh.ndim != 1:

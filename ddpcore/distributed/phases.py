@@ -153,9 +153,7 @@ class SlowRank(NamedTuple):
 def slow_ranks(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[SlowRank]:
     """The ranks that explain at least 80 % of the others' waiting; none if these wait less than 10 % of a step.
 
-    Args:
-        own: of each rank, seconds a step of its own work by phase, in the order of ``PHASES``.
-        waiting: of each rank, seconds a step in which it only waited.
+    ``own`` are seconds a step of each rank's own work by phase, in the order of ``PHASES``, ``waiting`` of its waiting.
     """
     sums = {rank: sum(phases) for rank, phases in own.items()}
     middle, middles = median_low(sums.values()), [median_low(column) for column in zip(*own.values(), strict=True)]

@@ -40,8 +40,7 @@ def _hooked(handle: Distributed) -> HookedDistributed:
 def run_state(handle: Distributed) -> dict[str, Any]:
     """Model, optimizer, handle and random numbers of this process: plain values and tensors. Not collective.
 
-    Raises:
-        ValueError: the handle is of a baseline or of a sharded learner.
+    ValueError: the handle is of a baseline or of a sharded learner.
     """
     learner = _hooked(handle).learner
     if learner.flat.shards is not None:
@@ -89,8 +88,8 @@ def load_run_state(
 
     Args:
         handle: of this process, after ``distribute``.
-        states: results of :func:`run_state`, one for each process. As many processes use only their own, so the others
-            may be None.
+        states: results of :func:`run_state`, of each process. As many processes use only their own, the others may be
+            None.
         moments: ``average`` or ``reset`` those of the optimizer, if the number of learners is another one.
         weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
             saved, with its buffers and moments.
@@ -284,10 +283,8 @@ class RunState:
 
     def _needed(self) -> list[int]:
         """That of this process, if as many have saved, else all."""
-        comm = self._handle.comm
-        if len(self._found) * len(comm.learners) != comm.num_learners:
-            return sorted(self._found)
-        return [comm.learners[0] // len(comm.learners)]
+        comm, num = self._handle.comm, len(self._handle.comm.learners)
+        return [comm.learners[0] // num] if len(self._found) * num == comm.num_learners else sorted(self._found)
 
 
 # ---- sharded learners: their state as DTensors, which another number of shards can load ----
@@ -304,10 +301,7 @@ def _layouts_by_name(model: nn.Module) -> dict[str, Any]:
 def _split(state: dict[str, Any], learner: Learner, strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
     """The state of a run, in which marks stand for DTensors and for rows of the flat buffer; and the DTensors by name.
 
-    Args:
-        state: its DTensors are parts of the model and of the optimizer.
-        learner: sharded.
-        strategy: whose state is at ``state["handle"]["strategy"]``.
+    DTensors are parts of the model and of the optimizer, and rows are at ``state["handle"]["strategy"]``.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  its import takes long
 

@@ -74,10 +74,8 @@ class Policies:
         if GOSSIP in averages:
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
-            if strategy.traits.no_mean:
-                raise ValueError(
-                    f"policy gossip averages as the weights do and {strategy.traits.no_mean}: take average"
-                )
+            if why := strategy.traits.no_mean:
+                raise ValueError(f"policy gossip averages as the weights do and {why}: take average")
 
     def check_moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if no parameter of the model has a state that has a period."""
@@ -96,13 +94,9 @@ class Policies:
 
 
 class StateSync:
-    """Applies policies to the learners of this process.
+    """Applies checked policies to the learners of this process. ``gossip`` uses the topology of the strategy.
 
-    Args:
-        policies: checked policies.
-        learner: the learner, with its models, optimizer and connection.
-        strategy: the strategy, whose topology ``gossip`` uses.
-        joins: whether the learner joins a run: it loads the values at the start of training from another one.
+    A learner that ``joins`` a run loads the values at the start of training from another one.
     """
 
     def __init__(self, policies: Policies, learner: Learner, strategy: Strategy, *, joins: bool = False) -> None:
@@ -213,7 +207,6 @@ def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         except (RuntimeError, TypeError):  # a step that needs more, such as a closure
             return None
         state = probe.state[trial]
-        parameter = trial
     return tuple(name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape)
 
 

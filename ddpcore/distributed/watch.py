@@ -32,12 +32,7 @@ _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
 class LoopWatch:
-    """Checks forward passes, gradients, weights and calls of ``step()`` of one handle.
-
-    Args:
-        learner: weights, gradients and optimizer. It gets this object as its ``watch``.
-        strategy: says what a step averages, and quarantines.
-        on_nonfinite: one of ``ON_NONFINITE``, checked.
+    """Checks forward passes, gradients, weights and calls of ``step()`` of one handle. It is the ``learner.watch``.
 
     Attributes:
         averaged: whether gradients of this step are an average, or the loop asked for none.
@@ -116,8 +111,7 @@ class LoopWatch:
     def is_own_pass(self, module: nn.Module) -> bool:
         """Whether the forward pass of a model that begins uses the learner's weights, in a plain autograd graph.
 
-        Raises:
-            RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
+        RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
         """
         if torch._C._functorch.maybe_current_level() is not None:
             return False  # torch.func.grad or vmap
@@ -172,11 +166,9 @@ class LoopWatch:
             torch._foreach_copy_(kept, own)
 
     def count_pass(self, *, by_weights: bool) -> None:
-        """Count a forward pass.
+        """Count a forward pass of a step, which averages weights if ``by_weights``.
 
-        Raises:
-            RuntimeError: with ``by_weights``, a step that averages weights: they were changed more than once between
-                its forward passes. A program that never calls ``step()`` would not average.
+        RuntimeError: they were changed between several passes: a program that never calls ``step()`` would not average.
         """
         self.num_passes += 1
         num = self.num_passes
@@ -290,14 +282,9 @@ class LoopWatch:
     # ---- a step ----
 
     def before_step(self, closure: Callable[[], Any] | None) -> None:
-        """Check everything that a step uses. Collective if averages of all learners are not finite.
+        """Check everything that a step uses: RuntimeError after misuse, or NonFiniteError, before anything has changed.
 
-        Args:
-            closure: of the call of ``step()``. Its gradients do not exist yet.
-
-        Raises:
-            RuntimeError: the loop was misused.
-            NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
+        Collective if averages of all learners are not finite. Gradients of a ``closure`` do not exist yet.
         """
         strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
         if closure is not None and not strategy.traits.takes_closure:
@@ -397,8 +384,8 @@ class LoopWatch:
         if not named:
             return
         first, held = named[min(named)], learner.comm.learners
-        covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
-        if sums and covers_all_learners:
+        is_of_all = bool(sums) and self._strategy.plan(learner.step).covers_all_learners
+        if is_of_all:
             total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
             all_sums = learner.comm.gather(total if shards is None else shards.add_(total))
             found = [self._event(one, first) for one in suspects(all_sums)]
@@ -409,7 +396,7 @@ class LoopWatch:
         if self._mode == "raise":
             raise NonFiniteError(found)
         self.found += found
-        self._leave_out(found, range(learner.flat.num_rows) if sums and covers_all_learners else list(named))
+        self._leave_out(found, range(learner.flat.num_rows) if is_of_all else list(named))
 
     def _event(self, learner: int | None, name: str, what: str = "gradient") -> NonFinite:
         step, action = (self.learner.step + 1, self._mode) if what == "gradient" else (self.learner.step, "raise")

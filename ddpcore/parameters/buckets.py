@@ -243,11 +243,6 @@ class GradientBuckets:
                 to = min(at + chunk, last)
                 rows = flat.grad_LP[:, at:to]
                 places = range(segment, num * flat.num_rows, num)
-                yield (
-                    at,
-                    [
-                        own[place][at - start : to - start] if place in own else row
-                        for place, row in zip(places, rows, strict=True)
-                    ],
-                )
+                pairs = zip(places, rows, strict=True)
+                yield at, [own[place][at - start : to - start] if place in own else row for place, row in pairs]
             begin = last

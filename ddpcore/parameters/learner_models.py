@@ -92,18 +92,16 @@ class LearnerModels(nn.Module):
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
-        if self.runs_in_vmap() if self._in_vmap is None else self._in_vmap:
-            return self._together(inputs, named_inputs)
-        return self._in_turn(inputs, named_inputs)
+        in_vmap = self.runs_in_vmap() if self._in_vmap is None else self._in_vmap
+        return (self._together if in_vmap else self._in_turn)(inputs, named_inputs)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
         first, models = self.rows.start, [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
-        num_segments, param_LP = len(flat.segments), flat.param_LP[first : self.rows.stop]
-        parameters = flat.parameters
+        num, param_LP, parameters = len(flat.segments), flat.param_LP[first : self.rows.stop], flat.parameters
         if len(models) < len(self.models):
-            parameters = parameters[first * num_segments : self.rows.stop * num_segments]
+            parameters = parameters[first * num : self.rows.stop * num]
         rows = _Rows.apply(token, flat, parameters, *flat.stacks_of(param_LP), *parameters)
         stacks = dict(zip(self._rules.names, rows, strict=True))
         own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]

@@ -105,8 +105,6 @@ def check_timeout(seconds: float) -> None:
 
 
 class _Rank(NamedTuple):
-    """A rank that :func:`_start` has started."""
-
     process: BaseProcess
     reports: Connection
 
@@ -141,8 +139,7 @@ def run(
     work. A second signal ends them. Under torchrun this process is one of the ranks.
 
     Args:
-        worker: importable by name; it is called in every process.
-        args: picklable.
+        worker: importable by name; it is called in every process, with ``args``, which are picklable.
         world_size: number of processes to start; torchrun must have started as many.
         backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
         timeout: seconds that a call of the process group may wait for a rank.

@@ -10,21 +10,14 @@ from typing import Any, ClassVar
 
 
 class StopSignal:
-    """A context manager that records the first SIGINT or SIGTERM; a second one has its previous effect.
+    """A context manager that records the first SIGINT or SIGTERM, and calls ``then``; a second has its previous effect.
 
     It records nothing outside the main thread, or for signals that the process ignores. A nested one inherits a signal
     that the outer one has received.
-
-    Args:
-        then: is called when it has recorded a signal.
-
-    Attributes:
-        asked: whether a signal was received.
-        name: of the signal.
     """
 
-    asked: bool = False
-    name: str = ""
+    asked: bool = False  # whether a signal was received
+    name: str = ""  # of the signal
     _innermost: ClassVar[StopSignal | None] = None
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:

@@ -187,11 +187,8 @@ class Coordinator:
     def await_arrived(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> list[int]:
         """Wait until these ranks have begun this operation, or with ``may_die`` are dead; check that it is the same.
 
-        Returns:
-            The ranks that have begun it: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`.
-
-        Raises:
-            RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
+        Returns those that have: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`. RuntimeError: a rank
+        is gone, does not arrive in time, or calls another operation. It names both.
         """
         come = self._wait(ranks, ARRIVED, number, may_die=may_die)
         self.check_same(come, number)
@@ -226,10 +223,9 @@ class Coordinator:
     def allocate(
         self, shared: memory.Memory, num_bytes: int, ranks: Sequence[int], *, may_die: bool = False
     ) -> dict[int, Tensor]:
-        """Allocate zeros, ``num_bytes`` above 0, uint8, on each of these ranks, in ascending order. Collective.
+        """Allocate ``num_bytes`` zeros, uint8, more than 0, on each of these ranks, and return them by rank, ascending.
 
-        Returns:
-            The zeros by rank; with ``may_die`` without those of dead ranks.
+        With ``may_die`` those of dead ranks are left out. Collective.
         """
         own, handle = shared.allocate(num_bytes)
         number = self.arrive(f"the allocation of {num_bytes} bytes", handle)

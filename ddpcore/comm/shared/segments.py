@@ -271,8 +271,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
         in_thread: whether a thread of each rank computes averages that have begun, while the rank does other work;
             None: if there are at least two cores for each rank. With fewer cores it hides nothing.
 
-    Raises:
-        ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
+    ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
     transport = "shm"
