@@ -26,9 +26,7 @@ def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Count samples by label and prediction.
-
-    The matrices of parts of a data set add up to the matrix of the whole data set.
+    """Count samples by label and prediction. The matrices of parts of a data set add up to that of the whole one.
 
     Args:
         logits: ``[N, C]``; the prediction is the class of the largest logit.
@@ -69,10 +67,7 @@ def scores(confusion: torch.Tensor) -> Scores:
     With TP, FP, FN and TN of one class against all others: precision TP / (TP + FP), recall TP / (TP + FN), F1
     2 TP / (2 TP + FP + FN), specificity TN / (TN + FP), averaged over the classes that occur as a label or a
     prediction. 0 / 0 counts as 0. So F1 is the mean of the F1 of the classes, and recall equals accuracy if all classes
-    have the same number of samples.
-
-    Raises:
-        ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
+    have the same number of samples. ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
     """
     if confusion.ndim != 2 or confusion.shape[1] != confusion.shape[0] + 1 or int(confusion.sum()) < 1:
         raise ValueError(f"scores: a matrix of {list(confusion.shape)} must be [C, C + 1] and count a sample at least")
@@ -83,7 +78,7 @@ def scores(confusion: torch.Tensor) -> Scores:
     true_negative_C = total - right_C - false_positive_C - false_negative_C
     occurs_C = right_C + false_positive_C + false_negative_C > 0
 
-    def mean_ratio(part_C: torch.Tensor, rest_C: torch.Tensor) -> float:
+    def mean_ratio(part_C: Tensor, rest_C: Tensor) -> float:
         return float((part_C / (part_C + rest_C)).nan_to_num(0.0)[occurs_C].mean())
 
     return Scores(
@@ -160,8 +155,7 @@ class Trainer:
     """Trains one model on the mini-batches of the learners of this process.
 
     Attributes:
-        handle: the result of ``ddpcore.distribute``.
-        optimizer: the optimizer that was passed to ``distribute``.
+        handle, optimizer: the result and an argument of ``ddpcore.distribute``.
         dataset: the data set, on the device of the model.
         batches: which samples each learner takes at a step.
         learners: the rows of ``batches`` for this process: one for a real rank, all for virtual learners.
@@ -170,7 +164,7 @@ class Trainer:
         module: the model that was passed to ``distribute``; :meth:`state_dict` holds its state.
         schedule: learning rate of each step; None keeps the optimizer's.
         accumulation: backward passes per step.
-        label_smoothing: label smoothing of the training loss.
+        label_smoothing: of the training loss.
         max_grad_norm: largest norm of a learner's gradient; only for optimizers that do not clip in their step.
         autocast: dtype of forward passes; None is the dtype of the weights.
         compile: run the model through ``torch.compile``.
@@ -218,12 +212,11 @@ class Trainer:
 
     def indices(self) -> Tensor:
         """The training samples of the next step, int64 ``[L, B]``; rows of smaller batches end with -1."""
-        deals = self.handle.deals
-        if not deals:
-            rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
-            return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
-        shared = ResharedBatches(self.batches, deals)
-        return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
+        if self.handle.deals:
+            shared = ResharedBatches(self.batches, self.handle.deals)
+            return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
+        rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
+        return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
 
     def parts(self) -> tuple[Tensor, ...]:
         """:meth:`indices` divided among the backward passes of the step."""
@@ -235,11 +228,9 @@ class Trainer:
 
     def _losses_of_each(self, indices_LB: Tensor) -> Tensor:
         """The same where learners have batches of different size, which no tensor holds: each model is called alone."""
-        epoch, found = self.batches.epoch(self.num_steps), []
-        for model, row in zip(self.handle.models, indices_LB, strict=True):
-            inputs, labels = self.dataset.train.batch(row[row >= 0], epoch)
-            found.append(self._losses(model, inputs, labels))
-        return torch.cat(found)
+        train, epoch = self.dataset.train, self.batches.epoch(self.num_steps)
+        pairs = zip(self.handle.models, indices_LB, strict=True)
+        return torch.cat([self._losses(model, *train.batch(row[row >= 0], epoch)) for model, row in pairs])
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
         deals = self.handle.deals
@@ -278,11 +269,7 @@ class Trainer:
         return {"step": self.num_steps, **state_of(self.handle, self.module, self.optimizer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a result of :meth:`state_dict`. Collective.
-
-        Raises:
-            ValueError: the state belongs to another model or another version of ddpcore.
-        """
+        """Load a result of :meth:`state_dict`. Collective. ValueError: it is of another model or version of ddpcore."""
         self.handle.check_state(state["handle"])
         mine, theirs = self.module.state_dict(), state["model"]
         for name in [*mine, *theirs]:
@@ -301,14 +288,9 @@ class Trainer:
         self.num_steps = state["step"]
 
     def load_moved(self, states: list[dict[str, Any]], moments: str) -> None:
-        """Load what the processes of a run with another number of learners have saved. Collective.
+        """Load results of :meth:`state_dict`, of all processes of a run with another number of learners. Collective.
 
-        Args:
-            states: results of :meth:`state_dict`, of all these processes.
-            moments: see :func:`ddpcore.distributed.saved.load_run_state`.
-
-        Raises:
-            ValueError: another strategy or another model has saved them.
+        For ``moments`` and a ValueError see :func:`ddpcore.distributed.saved.load_run_state`.
         """
         if self.handle.learner is None:  # a baseline, whose learners are equal
             random, states = self.state_dict()["random"], states[:1]
@@ -322,9 +304,8 @@ class Trainer:
     def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:
         """The averaged model in evaluation mode, the same on every rank. Collective.
 
-        Args:
-            batch_norm: see :meth:`ddpcore.Distributed.evaluation_model`.
-            recalibration_batches: how many of the last training batches ``recalibrate`` uses.
+        For ``batch_norm`` see :meth:`ddpcore.Distributed.evaluation_model`. ``recalibrate`` uses so many of the last
+        training batches.
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
