@@ -105,7 +105,11 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     names = [row["topology"] for row in rows]
     gaps = Series(name="spectral gap", x=names, y=[row["spectral_gap"] for row in rows])
     drawings = [
-        network(f"{row['topology']}, spectral gap {row['spectral_gap']:.4g}", row["num_learners"], row["edges"])
+        network(
+            f"{row['topology']}{'' if row['period'] == 1 else ' (all rounds)'}, spectral gap {row['spectral_gap']:.4g}",
+            row["num_learners"],
+            row["edges"],
+        )
         for row in rows
         if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN
     ]

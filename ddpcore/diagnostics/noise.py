@@ -176,8 +176,8 @@ def _hooked(
             f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "
             "leave group out"
         )
-    if handle.learner.flat.shards is not None and (config.loss or config.full_loss or config.directions):
-        raise ValueError("learners are sharded: leave loss=, full_loss= and directions out, which need whole models")
+    if handle.learner.flat.shards is not None and (config.hessian or config.directions):
+        raise ValueError("learners are sharded: leave hessian= and directions out, which need whole models")
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:
         raise ValueError(f"directions compares {MOST_DIRECTIONS} learners at most: leave it out")
     if config.full_loss is not None:

@@ -95,13 +95,17 @@ def at_weights(
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
     ``random_state`` is that of the passes; None: the current one.
     """
-    learner.hooks_paused = True
+    learner.hooks_paused, shards = True, learner.flat.shards
     try:
+        if shards is not None:
+            shards.reshard()
         with as_it_was(model, weights_LP.device), torch.enable_grad(), learner.flat.at(weights_LP):
             if random_state is not None:
                 random_state.restore()
             yield
     finally:
+        if shards is not None:
+            shards.reshard()
         learner.hooks_paused = False
 
 
@@ -110,13 +114,32 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
 
     In mixed precision small gradients underflow unless the loss is scaled. The result is divided by ``scale``.
     """
-    rows_LP = torch.zeros_like(learner.flat.param_LP)
+    rows_LP, shards = torch.zeros_like(learner.flat.param_LP), learner.flat.shards
     parameters, views = _trained(learner, rows_LP)
     total = torch.zeros((), dtype=torch.float64, device=rows_LP.device)
     for part in parts_of(loss):
-        _add(views, torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True))
-        total += part.detach()
+        if shards is None:
+            _add(views, torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True))
+        else:
+            _add(views, _gradients_of_shards(part, parameters))
+        total += local(part).detach()
+    if shards is not None:
+        shards.add_(total).div_(int(shards.mesh.size()))
     return _unscaled(rows_LP, scale), total
+
+
+def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """What a backward pass leaves in ``.grad``, the only place where FSDP2 writes. Hooks do not see it."""
+    before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        loss.backward()
+        return [local(parameter.grad) for parameter in parameters]
+    finally:
+        for parameter, grad, hooks in before:
+            parameter.grad, parameter._post_accumulate_grad_hooks = grad, hooks
 
 
 def hessian_product(

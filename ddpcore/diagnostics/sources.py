@@ -196,7 +196,10 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
+            if flat.shards is None:
+                norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
+            else:
+                norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
             factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
             average_LP = self._learner.average_of(grad_LP * factors_L1)
         full_P = self._full_gradient(mean_LP, config.full_loss, result)
@@ -220,7 +223,14 @@ class LearnerStatistics(Source):
         return result
 
     def _add_products(self, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor) -> None:
-        result.products = noise_sums([own_P, at_mean_P, full_P], [0, self._learner.flat.numel])[0]
+        rows = [own_P, at_mean_P, full_P]
+        if self._learner.flat.shards is None:
+            result.products = noise_sums(rows, [0, self._learner.flat.numel])[0]
+        else:
+            bounds, numbers = self._part(0, self._learner.flat.numel)
+            products = torch.zeros(3, 3, len(self._names), dtype=torch.float64, device=own_P.device)
+            products[:, :, numbers] = noise_sums(rows, bounds).movedim(0, 2)
+            result.products = self._of_learners(products).sum(2)
         rates = {float(group["lr"]) for group in self._optimizer.param_groups}
         result.lr = rates.pop() if len(rates) == 1 else float("nan")
 

@@ -24,7 +24,7 @@ from ddpcore.training.build import (
     check_parts,
     needs_ranks,
 )
-from ddpcore.training.memory import GiB, activation_bytes, model_bytes, num_states
+from ddpcore.training.memory import activation_bytes, bytes_text, model_bytes, num_states
 from ddpcore.training.sections import StrategyConfig
 
 
@@ -80,10 +80,10 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     lines = [f"{len(pending)} runs: {rows} rows, {seeds} seeds"]
     if samples:
         most = max(samples)
-        lines.append(f"activations, estimated: up to {most / GiB:.2f} GiB ({samples[most]})")
+        lines.append(f"activations, estimated: up to {bytes_text(most)} ({samples[most]})")
     lines.append(
-        f"disk, estimated: up to {disk / GiB:.2f} GiB of checkpoints until a run has finished, then {models / GiB:.2f} "
-        "GiB of models of all runs"
+        f"disk, estimated: up to {bytes_text(disk)} of checkpoints until a run has finished, then {bytes_text(models)} "
+        "of models of all runs"
     )
     return lines
 

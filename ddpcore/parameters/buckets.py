@@ -81,6 +81,7 @@ class GradientBuckets:
         self._sent: set[int] = set()  # those whose gradient is final
         self._rows: set[int] = set()  # learners that had a backward pass
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
+        self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
         self._num_missing: list[int] = []  # rows without a final gradient, by segment
         self._missing: list[int] = []  # segments without a final gradient, by message
@@ -177,18 +178,20 @@ class GradientBuckets:
     def _runs_last(self, parameter: Tensor) -> bool:
         """Whether this hook, as torch calls them in their order, is the last one that can change the gradient.
 
-        If not, the gradient is sent at the end of this pass, and this hook becomes the last one.
+        If not, the gradient is sent at the end of this pass, after which this hook becomes the last one.
         """
-        hooks = parameter._post_accumulate_grad_hooks
-        own = self._handles[id(parameter)].id
-        if next(reversed(hooks)) == own:
+        if next(reversed(parameter._post_accumulate_grad_hooks)) == self._handles[id(parameter)].id:
             return True
-        hooks[own] = hooks.pop(own)
+        self._not_last.append(parameter)
         return False
 
     @torch.no_grad()
     def _end(self) -> None:
         num, self._is_open = len(self.flat.segments), False
+        for parameter in self._not_last:  # now, because FSDP2 iterates over the hooks when it calls them
+            hooks, own = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)].id
+            hooks[own] = hooks.pop(own)
+        self._not_last.clear()
         if len(self._rows) < self.flat.num_rows:
             return  # the other learners have their backward passes later
         if self.waits and tuple(map(Tensor.data_ptr, self.flat.grad_views)) != self.flat.grad_pointers:

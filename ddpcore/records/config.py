@@ -59,10 +59,10 @@ def from_0_2(config: Mapping[str, Any]) -> dict[str, Any]:
                 put(found, f"{key}.name" if name in _NAMES_0_2 else key, value)
             else:
                 found[name] = value
-    policies = found.get("strategy", {}).get("policies")
-    if isinstance(policies, Mapping):  # "keep" was the default of the policy that is gone
-        kept = {key: value for key, value in policies.items() if (key, value) != ("scaler", "keep")}
-        found["strategy"]["policies"] = kept
+    strategy = found.get("strategy")
+    if isinstance(strategy, dict) and isinstance(policies := strategy.get("policies"), Mapping):
+        # "keep" was the default of the policy that is gone.
+        strategy["policies"] = {key: value for key, value in policies.items() if (key, value) != ("scaler", "keep")}
     return found
 
 

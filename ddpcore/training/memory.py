@@ -14,7 +14,6 @@ from ddpcore.training.build import build_model
 from ddpcore.training.config import TrainConfig
 from ddpcore.training.trainer import Trainer, by_place
 
-GiB = 2**30
 
 
 def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) -> int | None:
@@ -66,8 +65,14 @@ def estimate(config: TrainConfig, trainer: Trainer) -> str:
     size = sum(parameter.nbytes for parameter in trainer.module.parameters())
     weights = num * size * (2 + num_states(config))
     who = f"{at_once} of {num} learners at once" if num > 1 else "one learner"
-    known = "unknown" if found is None else f"{at_once * found / GiB:.2f} GiB"
+    known = "unknown" if found is None else bytes_text(at_once * found)
     return (
         f"memory, estimated: activations {known} ({who}, {samples} samples each), weights, gradients and states "
-        f"{weights / GiB:.2f} GiB"
+        f"{bytes_text(weights)}"
     )
+
+
+def bytes_text(num: float) -> str:
+    """A number of bytes in the largest unit of which there is one, such as ``"1.50 MiB"``."""
+    unit, size = next((one for one in (("GiB", 2**30), ("MiB", 2**20)) if num >= one[1]), ("KiB", 2**10))
+    return f"{num / size:.2f} {unit}"

@@ -65,7 +65,7 @@ def train(
         dataset: used instead of the data set of the config.
         on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
             it raises ends the run.
-        announce: print an estimate of the memory on standard error before the first step.
+        announce: print on standard error, before the first step, an estimate of the memory, and where a saved run goes on.
 
     Returns:
         The record, on every rank.
@@ -95,7 +95,7 @@ def train(
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, measured, out, resume, on_record, stop_signal)
+                finished = _train(placement, trainer, measured, out, resume, on_record, stop_signal, announce)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
@@ -138,6 +138,7 @@ def _train(
     resume: bool,
     on_record: OnRecord | None,
     stop_signal: StopSignal,
+    announce: bool,
 ) -> RunRecord:
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
     member = trainer.handle.comm.member
@@ -160,6 +161,8 @@ def _train(
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
         writer = stack.enter_context(_writer(placement, trainer, out, on_record)) if is_first else None
         loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
+        if resume and trainer.num_steps and is_first and announce:
+            warn(f"going on after step {trainer.num_steps} of {loop.total_steps}")
         ended = loop.run(stop_signal)
         if loop.writer is not None:
             (out / ADDRESS).unlink(missing_ok=True)

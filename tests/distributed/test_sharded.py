@@ -99,13 +99,19 @@ def test_memory_beyond_that_of_fsdp(quick):
             assert of_rank["memory"][name] == pytest.approx(num_bytes, abs=0.2), name  # counters, masks and such
 
 
-def test_noise_scales_are_of_whole_learners(quick):
+def test_noise_statistics_are_of_whole_learners(quick):
+    """The effective rate, too, whose passes change no bit of the training."""
     for of_rank in quick:
-        for strategy, found in of_rank["noise"].items():
-            assert set(found) == {"sharded", "virtual"}, "an option that needs whole models was not refused"
+        for case, found in of_rank["noise"].items():
+            kinds = {"sharded", "virtual", "weights of sharded", "weights of virtual"}
+            assert set(found) == kinds, "an option that needs whole models was not refused"
             assert len(found["sharded"]) == 3
             for ours, theirs in zip(found["sharded"], found["virtual"], strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True), strategy
+                assert len(ours) == (5 if case.endswith("True") else 2)
+                assert ours == pytest.approx(theirs, rel=1e-4, nan_ok=True), case
+        for name in ("ssgd", "dpsgd"):
+            with_passes, without = (of_rank["noise"][f"{name} {dynamic}"] for dynamic in (True, False))
+            assert with_passes["weights of sharded"] == without["weights of sharded"]
 
 
 REFUSED = {

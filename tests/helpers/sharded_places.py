@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import ddpcore
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
+from helpers import oracle
 from helpers.oracle import MAKERS
 from helpers.sharded_models import mixed, net
 
@@ -35,6 +36,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lars": lambda params: FusedLARS(params, lr=0.1, momentum=0.9),
     "torch": lambda params: torch.optim.AdamW(params, lr=0.01),
     "muon": muon,  # with float64, because it rounds its updates of float32 to bfloat16
+}
+UNITS = [["blocks.0"], ["blocks.1"], ["norm", "head"]]  # the modules that FSDP2 gathers one at a time
+STRATEGIES = {
+    **MAKERS,
+    "units": lambda topology: ddpcore.LocalSGD(period=4, fragments=UNITS, outer=oracle.outer, overlap=1),
 }
 WHOLE = {"mixed": mixed, "double": lambda: net().double()}  # what a feature shards; elsewhere net()
 
@@ -98,7 +104,7 @@ def begun(place: Place, strategy: str, optimizer: str, model: nn.Module, *, virt
     """The handle of a model that is a part of a learner, or of virtual learners."""
     made = OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
     options = {"learners": place.num} if virtual else {"mesh": place.mesh["learners"]}
-    return ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), **options)
+    return ddpcore.distribute(model, made, STRATEGIES[strategy](TOPOLOGY), **options)
 
 
 def distance(mine: dict[str, Tensor], others: dict[str, Tensor]) -> float:

@@ -44,12 +44,19 @@ SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
 WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
 
 
-def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "plain") -> dict[str, float]:
-    """The largest differences from virtual learners whose batches are those of all shards."""
+def beside_virtual(
+    place: Place, strategy: str, optimizer: str, feature: str = "plain", hook: str = ""
+) -> dict[str, float]:
+    """The largest differences from virtual learners whose batches are those of all shards.
+
+    ``hook``: the program has a hook that halves each gradient.
+    """
     model, other = FEATURES[feature](place.mesh["shard"]), WHOLE.get(feature, net)()
     handle = begun(place, strategy, optimizer, model)
     virtual = begun(place, strategy, optimizer, other, virtual=True)
     for one in (handle, virtual):
+        for parameter in (parameter for each in one.models for parameter in each.parameters() if hook):
+            parameter.register_post_accumulate_grad_hook(halve)
         place.train(one, range(STEPS), clip=True, micros=2 if feature == "mixed" else 1)
     x = place.x[0, 0].to(next(other.parameters()).dtype)
     with torch.no_grad():
@@ -59,6 +66,10 @@ def beside_virtual(place: Place, strategy: str, optimizer: str, feature: str = "
         "average": float((outputs - wanted).abs().max()),
         "consensus": abs(handle.consensus_distance() - virtual.consensus_distance()),
     }
+
+
+def halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
 
 
 def bits_of_plain_ranks(place: Place, strategy: str, optimizer: str) -> bool:
@@ -210,33 +221,58 @@ def momentum_average(place: Place) -> float:
     return distance(weights(model), virtual.models[place.learner].state_dict())
 
 
-def noise(place: Place, strategy: str) -> dict[str, list[tuple[float, float]]]:
-    """Noise scales and distances of each record of sharded learners, and of virtual ones with whole batches."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def noise(place: Place, strategy: str, *, dynamic: bool) -> dict[str, list[tuple[float, ...]]]:
+    """Numbers of each record of sharded learners, and of virtual ones with whole batches.
+
+    ``dynamic``: with the passes at the mean weights, and those over the samples of all steps.
+    """
+    found: dict[str, list[tuple[float, ...]]] = {}
     for kind in ("sharded", "virtual", "refused"):
         model = sharded(net(), place.mesh["shard"]) if kind != "virtual" else net()
         options = {"learners": place.num} if kind == "virtual" else {"mesh": place.mesh["learners"]}
         optimizer = FusedSGD(model.parameters(), lr=0.1)
         handle = ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), **options)
         if kind == "refused":
-            for more in ({"loss": lambda: None}, {"directions": 1}):
+            for more in ({"full_loss": lambda: None, "loss": lambda: None, "hessian": True}, {"directions": 1}):
                 with contextlib.suppress(ValueError):
                     NoiseStatistics(handle, optimizer, 2, **more)
                     found[str(more)] = []
             break
-        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=8)
-        if kind == "sharded":
-            place.train(handle, range(STEPS))
-        else:
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                outputs = handle.model(place.x[step])
-                handle.backward([cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True)])
-                optimizer.step()
+
+        def loss_of(step: int, handle: Any = handle, is_virtual: bool = kind == "virtual") -> torch.Tensor:
+            if not is_virtual:
+                x, y = place.batch(step)
+                return cross_entropy(handle.model(x), y)
+            outputs = handle.model(place.x[step])
+            return sum(cross_entropy(o, y) for o, y in zip(outputs, place.y[step], strict=True))
+
+        now, passes = [0], {}
+        if dynamic:
+            passes = {
+                "loss": lambda loss_of=loss_of, now=now: loss_of(now[0]),
+                "full_loss": lambda loss_of=loss_of: (loss_of(step) / STEPS for step in range(STEPS)),
+                "max_grad_norm": 0.05,
+            }
+        seen = []
+        hook = next(model.parameters()).register_post_accumulate_grad_hook(lambda one, seen=seen: seen.append(0))
+        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=8, **passes)
+        for now[0] in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(now[0])
+            loss.backward()
+            optimizer.step()
+        hook.remove()
+        assert len(seen) == STEPS, "a hook of the program saw a pass of the statistics"
         found[kind] = [
-            (one.whole.noise_scale, one.spread.consensus_distance if one.spread else 0.0) for one in statistics.records
+            (one.whole.noise_scale, one.spread.consensus_distance if one.spread else 0.0, *rates(one.dynamics))
+            for one in statistics.records
         ]
+        found[f"weights of {kind}"] = [tuple(float(one.sum()) for one in weights(model).values())]
     return found
+
+
+def rates(dynamics: Any) -> tuple[float, ...]:
+    return () if dynamics is None else (dynamics.effective_lr, dynamics.noise, dynamics.full_loss)
 
 
 def nonfinite(place: Place, mode: str, strategy: str) -> dict[str, Any]:
@@ -331,6 +367,7 @@ def quick(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
     cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
     cases += [("dpsgd", "lars", "replicate"), ("diloco", "muon", "double"), ("diloco", "adamw", "mixed")]
+    cases += [("units", "adamw"), ("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in cases},
         "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
@@ -341,7 +378,11 @@ def quick(folder: Path) -> dict[str, Any]:
         "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
         "memory": sharded_memory.beyond_fsdp(two.mesh),
-        "noise": {name: noise(two, name) for name in ("ssgd", "dpsgd")},
+        "noise": {
+            f"{name} {dynamic}": noise(two, name, dynamic=dynamic)
+            for name in ("ssgd", "dpsgd")
+            for dynamic in (False, True)
+        },
         "refused": {**refused(two), **refused_states(two, folder)},
     }
 

@@ -27,6 +27,9 @@ def test_virtual_learners_and_resume(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (config["strategy"]["learners"], config["optimizer"]["momentum"]) == (4, 0.9)
     assert main(words) == 2  # the folder holds the run
     assert main([*words, "--resume"]) == 0
+    capsys.readouterr()
+    assert main([*words, "run.epochs=3", "--resume"]) == 0
+    assert "going on after step 20 of 30\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpcore.options.keys import parse_settings, put
@@ -41,6 +41,7 @@ def test_any_values_are_a_config_or_one_line(values: dict[str, Any], over_base: 
 
 @SETTINGS
 @given(FLAT)
+@example({"strategy_options": None})
 def test_any_config_of_version_0_2_is_a_config_or_one_line(values: dict[str, Any]) -> None:
     check(from_0_2({"epochs": 1, **values}))
 
