@@ -76,7 +76,7 @@ def distribute(
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         return _baseline(model, optimizer, strategy, group, connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group, mesh, connection, vectorize)
+    group = _group_of(learners, group_of(mesh, group, learners), connection, vectorize)
     shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
@@ -221,15 +221,9 @@ def _baseline(
 
 
 def _group_of(
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    connection: Connection,
-    vectorize: bool | None,
+    learners: int | None, group: dist.ProcessGroup | None, connection: Connection, vectorize: bool | None
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
-    if mesh is not None:
-        group = group_of(mesh, group, learners)
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")

@@ -135,8 +135,10 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
 # ---- learners larger than a rank: each is a group of ranks that hold shards of one model ----
 
 
-def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup:
-    """The process group of a mesh. ValueError: it has two dimensions, or ``group=`` or ``learners=`` is given too."""
+def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup | None:
+    """The group of a mesh, if given. ValueError: it has two dimensions, or ``group=`` or ``learners=`` is given too."""
+    if mesh is None:
+        return group
     if given := [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]:
         raise ValueError(f"mesh= says which ranks are learners: leave {' and '.join(given)} out")
     if mesh.ndim != 1:

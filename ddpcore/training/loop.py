@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ddpcore.records.config import nested
 from ddpcore.records.run import MODEL, RECORD, STEPS, rank_of, step_file
+from ddpcore.runtime.launch import StopSignal
 from ddpcore.runtime.progress import ProgressReport
-from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
 from ddpcore.storage.serialization import tensors_of

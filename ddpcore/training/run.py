@@ -17,9 +17,8 @@ from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
 from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.config import nested
 from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
-from ddpcore.runtime.launch import Stopped, World
+from ddpcore.runtime.launch import Stopped, StopSignal, World
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
 from ddpcore.storage.json_lines import read_json, read_lines, write_json
 from ddpcore.storage.limits import shown
@@ -65,7 +64,7 @@ def train(
         dataset: used instead of the data set of the config.
         on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
             it raises ends the run.
-        announce: print on standard error, before the first step, an estimate of the memory, and where a saved run goes on.
+        announce: print an estimate of the memory, and where a saved run goes on, before the first step.
 
     Returns:
         The record, on every rank.
