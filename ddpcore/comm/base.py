@@ -156,9 +156,7 @@ class Exchange(ABC):
 
     End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``.
 
-    Args:
-        learners: the learners held here.
-        round_of: returns the round of a learner in this step: whom it averages with, and the weights.
+    ``round_of`` returns the round of a learner held here in this step: whom it averages with, and the weights.
     """
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
@@ -230,8 +228,7 @@ class Communicator(ABC):
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
-        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` for several virtual learners on each
-            rank, or ``link`` for an emulated network.
+        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` (virtual on ranks), ``link`` (emulated).
         description: the transport, as text for people.
         membership: which learners take part, if they may die or join; else None.
     """

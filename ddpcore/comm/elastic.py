@@ -87,8 +87,6 @@ class ElasticCommunicator(Communicator):
     def waited(self) -> Mapping[int, float]:
         return self._fabric.waited
 
-    # ---- ranks that join ----
-
     @override
     def announce(self, facts: Sequence[Fact], first: int) -> None:
         self._facts = list(facts)
@@ -158,8 +156,6 @@ class ElasticCommunicator(Communicator):
             self._fabric.done(operation)
             if has_sent:
                 return result
-
-    # ---- operations ----
 
     def _begin(self, what: str, row: Tensor, step: int | None, **more: Any) -> Operation:
         members, more = self.membership.members, {"round_of": self._round_of_all, **more}

@@ -47,8 +47,7 @@ class Link:
     @classmethod
     def parse(cls, text: str) -> Link:
         """Parse ``10Gb/s,50us`` or ``10Gb/s,50us,slow=2``; Mb/s and ms are units too. ValueError: another form."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        if (found := _TEXT.fullmatch(text)) is None:
             raise ValueError(f"link is {text!r}: write a bandwidth and a delay, 10Gb/s,50us or 10Gb/s,50us,slow=2")
         bandwidth, unit, delay, scale, slow = found.groups()
         bits, seconds = float(bandwidth) * _BITS[unit], float(delay) * _SECONDS[scale]

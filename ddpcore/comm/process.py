@@ -163,8 +163,7 @@ class ProcessGroupCommunicator(Communicator):
         several rows is sent as fp32. Gathered rows are added in ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
-        num = size or self.num_learners
-        if num == 1:
+        if (num := size or self.num_learners) == 1:
             return Work()
         if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
             average_blocks_(rows, num)

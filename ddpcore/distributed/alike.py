@@ -24,9 +24,8 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
     state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
-    Raises:
-        RuntimeError: an option of a group differs, or these columns of the weights do, unless weights may be apart,
-            because a step had no average. Nothing was stepped.
+    RuntimeError, before anything is stepped: an option of a group differs, or these columns of the weights do, unless
+    weights may be apart, because a step had no average.
     """
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):

@@ -19,8 +19,8 @@ from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
+from ddpcore.distributed import guards
 from ddpcore.distributed.calls import is_distributed
-from ddpcore.distributed.guards import check_model, check_optimizer, group_of, layouts_of, shards_of, undone_on_error
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside
@@ -76,15 +76,16 @@ def distribute(
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         return _baseline(model, optimizer, strategy, group, connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group_of(mesh, group, learners), connection, vectorize)
-    shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
+    group = _group_of(learners, guards.group_of(mesh, group, learners), connection, vectorize)
+    if (shards := guards.shards_of(model, group)) is not None:
+        guards.check_shards(strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
-    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
+    facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
         check_agreement(one, facts, _trained(model).device, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
-    with undone_on_error(model, optimizer, strategy):
+    with guards.undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection, shards)
         _start_alike(learner)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
@@ -181,13 +182,13 @@ def join(
     connection = replace(connection or Connection(), on_failure="shrink")
     settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
     _check(model, optimizer, strategy, policies, None, None)
-    if sharded := layouts_of(model):
+    if sharded := guards.layouts_of(model):
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = facts_of(model, optimizer, strategy, settings)
     comm = find_run(store, _trained(model).device, connection.timeout)
-    with undone_on_error(model, optimizer, strategy):
+    with guards.undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, connection)
         comm.enter(facts)  # after the slow part, because the others wait from here on
@@ -292,8 +293,8 @@ def _check(
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
-    check_model(model)
-    check_optimizer(optimizer, learners)
+    guards.check_model(model)
+    guards.check_optimizer(optimizer, learners)
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, one in model.named_parameters():
         if one.requires_grad and id(one) not in given:

@@ -157,24 +157,14 @@ def layouts_of(model: nn.Module) -> list[Fact]:
     ]
 
 
-def shards_of(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    strategy: Strategy,
-    connection: Connection,
-    scaler: object,
-    on_nonfinite: str,
-) -> Shards | None:
+def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | None:
     """This rank's part of a model whose parameters are DTensors; None for a model that is whole.
 
     ``group`` are the learners: ranks that hold the same shards of different learners; None for virtual learners.
-
-    Raises:
-        ValueError: a parameter cannot be averaged over these learners, or an option does not work with shards.
+    ValueError: a parameter cannot be averaged over these learners.
     """
     named = list(model.named_parameters())
-    sharded = [name for name, parameter in named if is_dtensor(parameter)]
-    if not sharded:
+    if not (sharded := [name for name, parameter in named if is_dtensor(parameter)]):
         return None
     if group is None:
         raise ValueError(
@@ -187,7 +177,6 @@ def shards_of(
             )
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
-    _check_options(strategy, connection, scaler, on_nonfinite)
     shards = Shards(model)
     ranks, own = set(shards.mesh.mesh.flatten().tolist()), dist.get_rank()
     for name, parameter in named:
@@ -210,7 +199,8 @@ def shards_of(
     return shards
 
 
-def _check_options(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
+def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
+    """Raise ValueError if an argument of ``distribute`` does not work with shards."""
     if strategy.traits.no_shards:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_shards}")
     if connection.on_failure != "raise":

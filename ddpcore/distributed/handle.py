@@ -107,9 +107,8 @@ class Distributed:
         passes of some virtual learners after those of others. One such loop is one pass of all learners. On a real rank
         it yields the batch as it is.
 
-        Args:
-            tensors: ``[learners, batch, ...]``.
-            at_once: so many learners' rows in each part. None: one; all where ``vmap`` runs the learners.
+        Tensors are ``[learners, batch, ...]``. Each part has the rows of ``at_once`` learners. None: one; all where
+        ``vmap`` runs the learners.
         """
         yield tensors
 
@@ -125,10 +124,7 @@ class Distributed:
         Args:
             batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
                 normalisation with the averaged weights.
-            batches: training inputs of this rank, for ``recalibrate``; see ``averaging.recalibrate``.
-
-        Raises:
-            ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
+            batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
         """
         if batch_norm not in BATCH_NORM:
             raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
@@ -160,8 +156,7 @@ class Distributed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or to another strategy.
+        ValueError: the state belongs to a model with other parameters or to another strategy.
         """
 
     @property
@@ -172,8 +167,7 @@ class Distributed:
     def play(self, script: Iterable[Change]) -> None:
         """Let virtual learners die as the ``changes`` of another run say, each from its operation on.
 
-        Raises:
-            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
+        ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
         """
         self.comm.play(script)
 

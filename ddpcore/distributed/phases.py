@@ -23,15 +23,11 @@ _WAITS = ("after_backward", "before_step")  # calls that wait for it
 
 
 class PhaseClock:
-    """Counts a rank's seconds of forward passes, backward passes and waiting.
+    """Counts a rank's seconds of forward passes, backward passes and ``waiting``.
 
-    Args:
-        comm: of a strategy, whose calls are waiting; None: torch averages and waits at the end of the backward pass.
-
-    Attributes:
-        waiting: seconds so far in which the rank waited.
-        overlapped: seconds between a call that started a transfer to other processes and the call that waited for it,
-            without ``waiting``. So at most this much communication was hidden behind computation.
+    Calls of the strategy that has ``comm`` are waiting; with None torch averages and waits at the end of the backward
+    pass. ``overlapped`` are seconds between a call that started a transfer to other processes and the call that waited
+    for it, without ``waiting``. So at most this much communication was hidden behind computation.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:

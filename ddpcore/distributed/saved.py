@@ -89,13 +89,10 @@ def load_run_state(
     Args:
         handle: of this process, after ``distribute``.
         states: results of :func:`run_state`, of each process. As many processes use only their own, the others may be
-            None.
+            None. ValueError: they are of another strategy or model, or the learners of the strategy have no mean.
         moments: ``average`` or ``reset`` those of the optimizer, if the number of learners is another one.
         weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
             saved, with its buffers and moments.
-
-    Raises:
-        ValueError: another strategy or another model has saved them, or the learners of the strategy have no mean.
     """
     handle = _hooked(handle)
     mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
@@ -188,11 +185,8 @@ class RunState:
     Args:
         handle: of this process, after ``distribute``.
         saved: the folder to load, of which the sizes of tensors are read first. Another number of learners may have
-            saved it, see :func:`load_run_state`.
+            saved it. ValueError: it holds no state of this model that these learners can load.
         options: ``moments`` and ``weights`` of :func:`load_run_state`, for another number of learners.
-
-    Raises:
-        ValueError: the folder holds no such state, or that of another model, or of learners that this one cannot load.
     """
 
     def __init__(self, handle: Distributed, *, saved: str | Path | None = None, **options: str) -> None:

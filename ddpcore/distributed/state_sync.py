@@ -30,7 +30,7 @@ class Policies:
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
     ``average``: the mean over all learners. ``reset``: the value at the start of training. push_sum allows no
-    ``gossip``, because its mixing is not an average.
+    ``gossip``, because its mixing is not an average. ValueError: no such policy for that state.
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
@@ -41,9 +41,6 @@ class Policies:
         batch_norm: floating-point and complex buffers of the model.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
             the step).
-
-    Raises:
-        ValueError: no such policy for that state.
     """
 
     momentum: str = KEEP
@@ -195,8 +192,7 @@ def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     """The names of the states of a parameter's shape that the optimizer keeps; None if only a step would show it."""
     if hasattr(optimizer, "state_names"):  # ddpcore's fused ones
         return tuple(optimizer.state_names(group))
-    state = optimizer.state.get(parameter)
-    if not state:
+    if not (state := optimizer.state.get(parameter)):
         if not type(optimizer).__module__.startswith("torch.optim"):
             return None
         probe, trial = copy(optimizer), nn.Parameter(torch.zeros_like(parameter))
@@ -214,9 +210,6 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the scaler always calls the optimizer, which itself skips a step with an overflow."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or fused
-
-
-# ---- learners that join a run ----
 
 
 @torch.no_grad()

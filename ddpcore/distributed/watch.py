@@ -34,12 +34,9 @@ _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 class LoopWatch:
     """Checks forward passes, gradients, weights and calls of ``step()`` of one handle. It is the ``learner.watch``.
 
-    Attributes:
-        averaged: whether gradients of this step are an average, or the loop asked for none.
-        num_passes: forward passes of this step that record gradients.
-        found: gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
-            process. In a group whose average is not finite, a rank names its own learners, or the average (None) if
-            their gradients were finite.
+    ``found`` are gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
+    process. In a group whose average is not finite, a rank names its own learners, or the average (None) if their
+    gradients were finite.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -189,7 +186,7 @@ class LoopWatch:
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
-        self.num_passes, self._sample = 0, None
+        self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
         self._has_average = False  # whether gradients of this step are an average
         self._is_late = False  # whether a pass inside no_sync has added to that average
@@ -380,8 +377,7 @@ class LoopWatch:
         sums, self._sums = list(self._sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.param_LP):
             return
-        named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
-        if not named:
+        if not (named := learner.named_nonfinite(self._suspects(one_row), gradients=True)):
             return
         first, held = named[min(named)], learner.comm.learners
         is_of_all = bool(sums) and self._strategy.plan(learner.step).covers_all_learners
@@ -439,8 +435,7 @@ class LoopWatch:
             return
         if columns_LX is None:
             self._sent = self._sent[0], self._weight_bits()
-        named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
-        if named:
+        if named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False):
             held = learner.comm.learners
             raise NonFiniteError([self._event(held[row], name, "weights") for row, name in named.items()])
 

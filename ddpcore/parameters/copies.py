@@ -120,9 +120,6 @@ def _is_ours(value: Any) -> bool:
     return (getattr(value, "__module__", None) or type(value).__module__ or "").partition(".")[0] == "ddpcore"
 
 
-# ---- functions that belong to one model ----
-
-
 def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
     """Raise ValueError if a function in a copy holds a part of the model: Python copies no functions."""
     parts = [*model.modules(), *model.parameters(), *model.buffers()]

@@ -77,8 +77,7 @@ class LearnerModels(nn.Module):
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
-        Returns:
-            The learners' outputs: tensors in them are stacked, other values are lists with one item per learner.
+        In the learners' outputs tensors are stacked, and other values are lists with one item per learner.
         """
         num = len(self.rows)
         is_one = not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor)

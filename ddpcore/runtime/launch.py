@@ -201,8 +201,7 @@ def run(
     Raises:
         RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
-        UsageError: torchrun started another number of ranks.
-        ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
+        UsageError, ValueError: torchrun started another number of ranks, or the timeout is out of range.
     """
     check_timeout(timeout)
     joined, run_rank = torchrun_world(), partial(_run_rank, worker, args, backend, timeout)

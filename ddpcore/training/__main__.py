@@ -90,11 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_fields(word: str) -> int:
-    found = describe_fields(word)
+    if not (found := describe_fields(word)):
+        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     for key, text in found:
         print(f"{key}: {text}")
-    if not found:
-        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     return 0
 
 

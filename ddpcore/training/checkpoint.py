@@ -176,8 +176,7 @@ class Checkpoints:
         """The last complete step, -1 if there is none; renames the damaged checkpoints after it."""
         damaged: list[int] = []
         for step in reversed(steps):
-            problem = self._problem(step)
-            if problem is None:
+            if (problem := self._problem(step)) is None:
                 for later in damaged:
                     renamed = step_folder(self.folder, later, "damaged")
                     shutil.rmtree(renamed, ignore_errors=True)

@@ -104,15 +104,12 @@ class TrainConfig:
             raise ValueError(f"data.{key} is set: {strategy.name} averages all learners alike, take ssgd or dpsgd")
         if config.on_failure != ON_FAILURE[0]:
             self._check_shrink(strategy)
-        if isinstance(strategy, Baseline):
-            if config.on_nonfinite != "raise":
-                raise ValueError(
-                    f"strategy.on_nonfinite is {config.on_nonfinite!r}: {strategy.name} checks no gradients, leave it "
-                    "out"
-                )
-            return
-        check_on_nonfinite(config.on_nonfinite, strategy)
-        check_group(strategy, config.learners)
+        mode = config.on_nonfinite
+        if isinstance(strategy, Strategy):
+            check_on_nonfinite(mode, strategy)
+            check_group(strategy, config.learners)
+        elif mode != "raise":
+            raise ValueError(f"strategy.on_nonfinite is {mode!r}: {strategy.name} checks no gradients, leave it out")
 
     @property
     def _has_weights(self) -> bool:

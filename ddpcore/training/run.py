@@ -55,19 +55,16 @@ def train(
 
     Args:
         config: the run.
-        out: the folder for ``record.jsonl``, ``model.safetensors`` (the averaged model at the end) and
-            ``checkpoints/``.
+        out: the folder for ``record.jsonl``, ``checkpoints/`` and ``model.safetensors``, the averaged model at the end.
         world: for real ranks, the ``world`` that :func:`ddpcore.runtime.launch.run` passes to its worker, with an
             initialized process group; every rank calls ``train``. With None, or a world of one, the config's learners
             are virtual learners of this process.
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
-        on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
-            it raises ends the run.
+        on_record: called on rank 0 with each new row of the record, see :class:`RunRecord`. An error ends the run.
         announce: print an estimate of the memory, and where a saved run goes on, before the first step.
 
-    Returns:
-        The record, on every rank.
+    Returns the record, on every rank.
 
     Raises:
         ValueError: config, data and world do not fit together; ``out`` holds another run, a run on other data, or this
@@ -137,7 +134,7 @@ def _train(
     resume: bool,
     on_record: OnRecord | None,
     stop_signal: StopSignal,
-    announce: bool,
+    announce: bool = False,
 ) -> RunRecord:
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
     member = trainer.handle.comm.member
@@ -187,8 +184,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     if not lines.rows or (lines.problems and not any(row.get("kind") == "run" for row in lines.rows)):
         return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
-    differences = _differences(config, known.header["config"], resume)
-    if differences:
+    if differences := _differences(config, known.header["config"], resume):
         raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
     if known.final and _is_longer(config, nested(known.header["config"])) and not known.final.get("diverged"):
         if not steps_of(checkpoints):
@@ -204,12 +200,10 @@ def _resume(
     placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
-    saved = checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)
-    if saved is None:
+    if (saved := checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)) is None:
         return None
     step, state = saved
-    differences = _differences(placement.config, read_manifest(checkpoints.path(step))["config"], resume=True)
-    if differences:
+    if differences := _differences(placement.config, read_manifest(checkpoints.path(step))["config"], resume=True):
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     if isinstance(state, list):
         return _moved(placement, trainer, measured, state)

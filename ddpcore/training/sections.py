@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.connect import TRANSPORTS
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.data import DATASETS, SAMPLERS, SHARDS, Dataset

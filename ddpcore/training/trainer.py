@@ -32,12 +32,8 @@ def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
         logits: ``[N, C]``; the prediction is the class of the largest logit.
         labels: int64 ``[N]``.
 
-    Returns:
-        int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain a
-        NaN, which predict no class.
-
-    Raises:
-        ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
+    Returns int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain
+    a NaN, which predict no class. ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or len(labels) == 0:
         shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"

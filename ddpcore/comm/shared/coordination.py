@@ -111,10 +111,9 @@ class Coordinator:
         except (OSError, ImportError) as error:  # ImportError: no compiled library
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
-        reasons = [reason for reason in answers if reason]
-        if reasons:
+        if reason := next(filter(None, answers), ""):
             self.close()
-            raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
+            raise Unreachable(f"shared memory does not connect these ranks: {reason}: use --transport pg")
 
     def join(self, rank: int, addresses: Mapping[int, ControlAddress], num_operations: int) -> None:
         """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""
@@ -200,8 +199,7 @@ class Coordinator:
             return  # an old exchange, whose texts may be overwritten; the texts of later operations were compared
         mine = self._text(self.rank, number)
         for rank in ranks:
-            theirs = self._text(rank, number)
-            if theirs != mine:
+            if (theirs := self._text(rank, number)) != mine:
                 self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
                     "must call the same: run a pass of one rank alone under torch.no_grad(), step() and "

@@ -46,7 +46,6 @@ class SegmentCommunicator(Communicator):
 
     Args:
         group: a process group, used only for setting up; None is the default group.
-        memory: the shared memory.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
         among: the ranks of the group that this rank reaches, ascending, which reach each other; None: all. Broadcasts,
@@ -121,8 +120,7 @@ class SegmentCommunicator(Communicator):
         if len(averages.ranks) == 1:
             return Work()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
-        found = self._shared.find(rows)
-        if found is None:
+        if (found := self._shared.find(rows)) is None:
             for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
                 averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
             return Work()
