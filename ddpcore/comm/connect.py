@@ -155,8 +155,7 @@ def connect(
         connection: None for the defaults. Where ``auto`` chooses ``pg``, ``description`` has the reason.
         learners: number of virtual learners of each process; None for one real learner on each rank.
 
-    Raises:
-        ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
+    ValueError, on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
     connection = connection or Connection()
     transport, timeout, link = connection.transport, connection.timeout, connection.link

@@ -34,9 +34,8 @@ class MixedCommunicator(ProcessGroupCommunicator):
         group, timeout: see :class:`ProcessGroupCommunicator`.
         hosts: of each rank, a text that is equal for two ranks of one host.
 
-    Raises:
-        ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of
-            one host cannot reach each other's memory.
+    ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of one
+    host cannot reach each other's memory.
     """
 
     bytes_by_group: int = 0  # that this learner has sent over the process group

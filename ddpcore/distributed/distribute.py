@@ -20,7 +20,6 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
 from ddpcore.distributed import guards
-from ddpcore.distributed.calls import is_distributed
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside
@@ -320,7 +319,7 @@ def _check(
 
 def _check_unused(model: nn.Module) -> None:
     """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
-    if is_distributed(model.parameters()):
+    if guards.is_distributed(model.parameters()):
         raise ValueError(
             "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
             "evaluation_model()"

@@ -246,7 +246,7 @@ class RunState:
             raise ValueError(f"{saved} holds whole learners and this model is sharded: load it into a whole model")
         if not self._num_saved:
             return
-        owners = _layouts_by_name(self._handle.models[0])
+        owners = self._handle.models[0].state_dict(keep_vars=True)
         names = {name.rpartition(_MARK)[2] for name in self._found[0] if not _OF_SHARD.match(name)}
         lacking = {name for name, one in owners.items() if isinstance(one, nn.Parameter)} - names
         if other := sorted(lacking | (names - set(owners))):
@@ -266,7 +266,7 @@ class RunState:
     def _room(self, rank: int) -> dict[str, Any]:
         """Tensors for what this process loads of one that has saved."""
         own, room = self._own(self._num_saved), {}
-        owners = _layouts_by_name(self._handle.models[0]) if self._num_saved else {}
+        owners = self._handle.models[0].state_dict(keep_vars=True) if self._num_saved else {}
         for name, entry in self._found[rank].items():
             size, dtype = entry.size, entry.properties.dtype
             if name.startswith(own):
@@ -287,11 +287,6 @@ class RunState:
 # holds the number of the learner.
 
 
-def _layouts_by_name(model: nn.Module) -> dict[str, Any]:
-    """The parameters and buffers themselves, by their names in a ``state_dict()``."""
-    return dict(model.state_dict(keep_vars=True))
-
-
 def _split(state: dict[str, Any], learner: Learner, strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
     """The state of a run, in which marks stand for DTensors and for rows of the flat buffer; and the DTensors by name.
 
@@ -300,7 +295,7 @@ def _split(state: dict[str, Any], learner: Learner, strategy: Strategy) -> tuple
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  its import takes long
 
     flat, tensors = learner.flat, dict[str, Tensor]()
-    names = {id(value): name for name, value in _layouts_by_name(learner.models[0]).items()}
+    names = {id(value): name for name, value in learner.models[0].state_dict(keep_vars=True).items()}
     numbered = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -341,7 +336,7 @@ def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Str
 def _joined(tree: Any, tensors: Mapping[str, Tensor], learner: Learner) -> Any:
     """The reverse of ``_split``: marks become DTensors or whole tensors, and rows with the layout of this buffer."""
     flat = learner.flat
-    owners = _layouts_by_name(learner.models[0])
+    owners = learner.models[0].state_dict(keep_vars=True)
 
     def fill(node: Any) -> Any:
         if not _is_mark(node):

@@ -19,8 +19,7 @@ from torch.nn.utils import stateless
 from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
-from ddpcore.distributed.calls import callers, num_registered, register
-from ddpcore.distributed.guards import wrapper_of
+from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE

@@ -58,13 +58,11 @@ class FlatParameters:
             ``grad_views`` are DTensors.
         sends_gradients: whether other ranks get columns of ``grad_LP``. Else it is allocated when something reads it.
 
-    Attributes:
-        names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
-        parameters: of all learners, the S of learner 0 first. ``param_views`` and ``grad_views`` have their order.
+    ``names`` and ``segments`` are of one learner's parameters, in the order of the row. ``parameters`` are those of all
+    learners, those of learner 0 first; ``param_views`` and ``grad_views`` have their order.
 
-    Raises:
-        ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse,
-            complex, of 8 bits, not dense, or overlaps another one in memory.
+    ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse, complex,
+    of 8 bits, not dense, or overlaps another one in memory.
     """
 
     param_LP: Tensor

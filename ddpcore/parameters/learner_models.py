@@ -23,9 +23,6 @@ class LearnerModels(nn.Module):
     Each learner is an ordinary model: hooks, Python state and buffers are its own, and it may be called by itself.
 
     Args:
-        models: one per learner, alike.
-        flat: their parameters, row j of learner j.
-        rows: the learners that the next call runs: all, except inside a loop over :meth:`split`.
         vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
             the bits of a real learner. None chooses vmap for plain models if it makes their step faster
             (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
@@ -41,7 +38,7 @@ class LearnerModels(nn.Module):
         self._flat = flat
         self._rules = VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
-        self.rows = range(len(self.models))
+        self.rows = range(len(self.models))  # learners that the next call runs: all, except in a loop over split()
         self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
         self.vectorize = vectorize
         self._wants_vmap, self._why = bool(vectorize), f"vectorize={vectorize!r}"

@@ -29,7 +29,7 @@ def seconds_of(function: Function, num_calls: int, device: str, *, pause: float 
     if device == "cuda":
         if pause:
             torch.cuda._sleep(round(pause * CYCLES_PER_SECOND))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(num_calls):
             function()

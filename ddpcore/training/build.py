@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, time_limit
-from ddpcore.comm.link import Link
+from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, gather_objects, time_limit
+from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute, join
@@ -22,11 +25,13 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
+from ddpcore.records.config import nested
+from ddpcore.records.run import RECORD, RunRecord
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.sections import GROWTH_POWERS
-from ddpcore.training.trainer import Trainer
+from ddpcore.training.trainer import Trainer, learner_losses
 
 # Fields of the section data that are arguments of load_dataset under the same name.
 DATASET_FIELDS = ("data_dir", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels")
@@ -185,17 +190,8 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
     if data.shards != SHARDS[0]:
         labels = dataset.train.labels.cpu()
         parts = split(data.shards, labels, learners, seed=config.run.seed, **data.shards_options)
-    return ShardedBatches(
-        len(dataset.train),
-        data.batch_size,
-        learners,
-        config.run.seed,
-        data.sampler,
-        data.drop_last,
-        parts,
-        data.batch_growth,
-        data.learners_batch,
-    )
+    how = data.sampler, data.drop_last, parts, data.batch_growth, data.learners_batch
+    return ShardedBatches(len(dataset.train), data.batch_size, learners, config.run.seed, *how)
 
 
 def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
@@ -408,3 +404,58 @@ def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterat
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- batches of learners by the speed of their ranks ----
+
+ROUNDS, REPEATS = 3, 9  # each round measures the sizes that the last one has dealt
+
+
+def balanced(placement: LearnerPlacement, dataset: Dataset, resumed: Path | None = None) -> LearnerPlacement:
+    """The placement with ``data.learners_batch`` set, if the config has ``data.balance`` and no sizes yet. Collective.
+
+    A run in the folder ``resumed`` keeps its sizes. ValueError: virtual learners have no speed of their own.
+    """
+    config, world = placement.config, placement.world
+    if not config.data.balance or config.data.learners_batch:
+        return placement
+    batch_size, learners = config.data.batch_size, config.strategy.learners
+    if world.world_size < 2 or learners > world.world_size:
+        raise ValueError("data.balance is set: it measures one learner on each rank, set data.learners_batch instead")
+    if resumed is not None and (resumed / RECORD).exists():
+        sizes = nested(RunRecord.read(resumed).header["config"])["data"]["learners_batch"]
+        return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
+    dataset, sizes, num, seconds = dataset.to(placement.device), [batch_size // learners] * learners, 0, 0.0
+    for _ in range(ROUNDS):
+        num, seconds = num + sizes[world.rank], seconds + seconds_of(placement, dataset, sizes[world.rank])
+        speeds = gather_objects(default_group(None), num / seconds, "the speed of the ranks", config.strategy.timeout)
+        sizes = dealt(speeds, batch_size)
+    return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
+
+
+def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> float:
+    """Median seconds of a forward and backward pass of this rank with so many samples; on a link, by its clocks."""
+    link = placement.config.strategy.link
+    slow = 1.0 if link is None or placement.world.rank else Link.parse(link).slow
+    now = time.perf_counter if link is None else LearnerClock(slow).now
+    with torch.random.fork_rng(devices=[]):
+        model, found = build_model(placement.config, dataset, placement.device), []
+        inputs, labels = dataset.train.batch(torch.arange(size, device="cpu"), 0)
+        for _ in range(1 + REPEATS):  # the first is a warm-up
+            begin = now()
+            learner_losses(model(inputs).float(), labels, stacked=False).sum().backward()
+            if placement.device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(now() - begin)
+    return median(found[1:])
+
+
+def dealt(speeds: Sequence[float], batch_size: int) -> list[int]:
+    """So many samples in proportion to speeds, at least one each; together ``batch_size``, by largest remainders."""
+    room, total = batch_size - len(speeds), sum(speeds)
+    exact = [room * speed / total for speed in speeds]
+    sizes = [1 + int(one) for one in exact]
+    by_rest = sorted(range(len(sizes)), key=lambda rank: int(exact[rank]) - exact[rank])
+    for rank in by_rest[: batch_size - sum(sizes)]:
+        sizes[rank] += 1
+    return sizes

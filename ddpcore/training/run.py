@@ -24,8 +24,7 @@ from ddpcore.storage.json_lines import read_json, read_lines, write_json
 from ddpcore.storage.limits import shown
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
-from ddpcore.training.balance import balanced
-from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
+from ddpcore.training.build import LearnerPlacement, balanced, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.loop import Loop, OnRecord, RunWriter, StepRecorder, warn

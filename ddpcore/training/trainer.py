@@ -91,11 +91,9 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result over all samples of a split.
+    """The result over all samples of a split: ``loss``, the mean cross-entropy of all labels, without label smoothing.
 
-    Attributes:
-        loss: mean cross-entropy of all labels, without label smoothing.
-        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.training.trainer.confusion_matrix`.
+    ``confusion`` are counts ``[C, C + 1]``, see :func:`ddpcore.training.trainer.confusion_matrix`.
     """
 
     loss: float

@@ -64,9 +64,8 @@ class Coordinator:
         ids: the number of each rank here; None: as in the group.
         among: the numbers of those ranks of the group that this rank coordinates with; None: all.
 
-    Raises:
-        Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
-        OSError: without a group: there is no memory.
+    Unreachable, on every rank: they are not on one host, or cannot reach each other's memory. OSError, without a group:
+    there is no memory.
     """
 
     def __init__(
