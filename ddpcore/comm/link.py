@@ -33,7 +33,7 @@ class Link:
     Attributes:
         bits_per_second: bandwidth in each of the two directions, which a learner uses at the same time.
         delay: seconds from the last bit that leaves to the last bit that arrives.
-        slow: factor of the computing time of learner 0. ValueError: it is below 1.
+        slow: factor of the computing time of learner 0, at least 1. ValueError: a number is out of its range.
     """
 
     bits_per_second: float

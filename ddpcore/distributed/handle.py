@@ -58,9 +58,7 @@ class Distributed:
     num_samples: int | Sequence[int] | None = None
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model = model
-        self.comm = comm
-        self.phases = PhaseClock()
+        self.model, self.comm, self.phases = model, comm, PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
     def __repr__(self) -> str:
@@ -125,6 +123,8 @@ class Distributed:
             batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
                 normalisation with the averaged weights.
             batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
+
+        ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
         """
         if batch_norm not in BATCH_NORM:
             raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
@@ -172,7 +172,7 @@ class Distributed:
         self.comm.play(script)
 
     def lose(self, learner: int) -> None:
-        """As :meth:`play`, let a virtual learner die now: the next operation between learners is without it."""
+        """Let a virtual learner die now, as :meth:`play` does. ValueError, too: there is no such learner."""
         members = () if self.comm.membership is None else self.comm.membership.members
         operation = getattr(self.comm, "num_operations", 0)
         if members and learner not in members:

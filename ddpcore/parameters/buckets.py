@@ -71,8 +71,7 @@ class GradientBuckets:
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused = False
         self.num_paused = 0  # gradients that came while paused
-        self._on_message = on_message
-        self._on_end = on_end
+        self._on_message, self._on_end = on_message, on_end
         self._pass = -1  # autograd's number of the current backward pass
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program

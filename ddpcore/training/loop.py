@@ -64,11 +64,8 @@ class RunWriter:
             run |= {"config": {**nested(run["config"]), "run": header["config"]["run"]}, "total_steps": num_steps}
         out.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows if resumed is None else [*rows, resumed])
-        self._out = out
-        self._record = JsonLines(path)
-        self._on_record = on_record
-        self._progress = ProgressReport("training", num_steps, completed=step)
-        self._step = step
+        self._out, self._on_record, self._step = out, on_record, step
+        self._record, self._progress = JsonLines(path), ProgressReport("training", num_steps, completed=step)
 
     def __enter__(self) -> RunWriter:
         self._progress.__enter__()
@@ -99,7 +96,7 @@ class RunWriter:
 
 
 class StepRecorder:
-    """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
+    """Writes a line for each step of this rank. :meth:`close` writes the last lines.
 
     docs/report.md explains the keys of a line. On a GPU each step waits for the device, so that the times are the
     work's, not its start's.
@@ -118,10 +115,8 @@ class StepRecorder:
         self._lines: list[tuple[dict[str, Any], Tensor]] = []
         self.resume()
 
-    def __enter__(self) -> StepRecorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Write the noted steps, and close the file."""
         self.flush()
         self._file.close()
 
@@ -196,9 +191,7 @@ class Loop:
     steps: StepRecorder | None = None
 
     def __post_init__(self) -> None:
-        self.config = self.placement.config
-        self.comm = self.trainer.handle.comm
-        self.batches = self.trainer.batches
+        self.config, self.comm, self.batches = self.placement.config, self.trainer.handle.comm, self.trainer.batches
         self.total_steps = total_steps(self.config, self.batches)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know

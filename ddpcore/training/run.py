@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -142,7 +142,7 @@ def _train(
     checkpoints = Checkpoints(folder=folder, config=config.to_dict(), rank=rank, num_ranks=num_ranks, comm=comm)
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
     progress = progress or Progress.start(num_rows, placement.device)
-    recorder = StepRecorder(out, rank, trainer) if config.run.record_steps else nullcontext()
+    recorder = closing(StepRecorder(out, rank, trainer)) if config.run.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
     if is_first and comm is not None:
