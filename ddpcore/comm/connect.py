@@ -115,8 +115,7 @@ class Connection:
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on, see docs/reliability.md.
         membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
 
-    Raises:
-        ValueError: the timeout is out of range, ``on_failure`` has no such value, or ``membership`` does not fit to it.
+    ValueError: the timeout is out of range, ``on_failure`` has no such value, or ``membership`` does not fit to it.
     """
 
     transport: str = "auto"
@@ -201,15 +200,10 @@ def _connect_elastic(
         except coordination.Unreachable:
             if transport != "auto":
                 raise
-    fabric = _fabric(Roll(new_run(group, timeout), timeout), str(dist.get_backend(group)), device, coordinator)
+    roll, kind = Roll(new_run(group, timeout), timeout), str(dist.get_backend(group))
+    fabric = ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)
-
-
-def _fabric(
-    roll: Roll, kind: str, device: torch.device, coordinator: coordination.Coordinator | None
-) -> SharedMemoryFabric | ProcessGroupFabric:
-    return ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
 
 
 def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.device, timeout: float) -> Communicator:
@@ -239,5 +233,7 @@ def find_run(store: dist.Store, device: torch.device, timeout: float) -> Elastic
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")
-    coordinator = coordination.Coordinator(None, timeout) if run["kind"] == "shm" else None
-    return ElasticCommunicator(_fabric(roll, run["kind"], device, coordinator), first=run["first"])
+    kind, first = run["kind"], run["first"]
+    coordinator = coordination.Coordinator(None, timeout) if kind == "shm" else None
+    fabric = ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
+    return ElasticCommunicator(fabric, first=first)

@@ -16,6 +16,7 @@ from ddpcore.strategies.learner import Learner
 
 FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so many
 _SAMPLE = 256  # weights of each learner, and one of each small parameter
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
@@ -105,9 +106,6 @@ def _sum_of_numbers(gradient: Tensor) -> Tensor:
     """The bits of all numbers of a gradient as integers, added: the same in any order."""
     part = local(gradient).detach()
     return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

@@ -64,8 +64,7 @@ def distribute(
     Returns:
         A handle with ``.model`` to call. That of virtual learners takes ``[learners, batch, ...]``: add their losses.
 
-    Raises:
-        ValueError: the arguments do not fit together.
+    ValueError: the arguments do not fit together.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
@@ -173,9 +172,8 @@ def join(
         store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
         connection: as the other ranks gave it. Its timeout is that of the wait for the run.
 
-    Raises:
-        ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
-        RuntimeError: there is no such run, or it does not answer.
+    ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+    RuntimeError: there is no such run, or it does not answer.
     """
     policies = policies or Policies()
     connection = replace(connection or Connection(), on_failure="shrink")

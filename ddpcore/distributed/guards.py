@@ -38,10 +38,7 @@ _registered = [0]  # parameters and modules that any model has registered since 
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError for a model whose weights or buffers cannot be moved, or that something else averages or shards.
-
-    Nothing was changed.
-    """
+    """Raise ValueError if weights or buffers of a model cannot be moved, or something else averages or shards it."""
     for name, module in model.named_modules():
         if wrapper := wrapper_of(module):
             raise ValueError(

@@ -20,6 +20,8 @@ from ddpcore.parameters.hooks import is_compiled_autograd, own_hooks
 
 _STARTS = ("before_forward", "bucket_ready")  # calls that may start a transfer and do not wait for it
 _WAITS = ("after_backward", "before_step")  # calls that wait for it
+PHASES = ("forward pass", "backward pass", "rest of the step")
+LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
 
 
 class PhaseClock:
@@ -123,10 +125,6 @@ class PhaseClock:
     def _end_waiting(self) -> None:
         self.waiting += time.perf_counter() - self._ended
         self.num_steps += self._is_last
-
-
-PHASES = ("forward pass", "backward pass", "rest of the step")
-LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
 
 
 class SlowRank(NamedTuple):

@@ -19,6 +19,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from ddpcore.parameters.hooks import node_hooks
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
 
 def copies_of(model: nn.Module, num: int) -> list[nn.Module]:
@@ -135,10 +137,6 @@ def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
                     "weights: make it a method, or take the module from the function's arguments, or set it on each "
                     "of handle.models after distribute()"
                 )
-
-
-_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
 
 def _holds(value: Any, own: set[int]) -> bool:

@@ -366,8 +366,6 @@ class FlatParameters:
 
 # What sys.getrefcount says of a view that only a tuple holds.
 _UNUSED = max(map(sys.getrefcount, (torch.zeros(0, dtype=torch.float32, device="cpu"),)))
-
-
 _SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
 
 

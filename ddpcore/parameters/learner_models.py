@@ -35,8 +35,7 @@ class LearnerModels(nn.Module):
         # torch.compile(handle.model) compiles the models that are called here.
         exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
         self.models = nn.ModuleList(models)
-        self._flat = flat
-        self._rules = VmapRules(self.models, flat)
+        self._flat, self._rules = flat, VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         self.rows = range(len(self.models))  # learners that the next call runs: all, except in a loop over split()
         self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap

@@ -28,6 +28,7 @@ from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.trainer import Trainer
 
 OnRecord = Callable[[dict[str, Any]], None]
+CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
 def warn(line: str) -> None:
@@ -169,9 +170,6 @@ def _keep(path: Path, step: int) -> None:
         warn(f"{problem}: the run goes on without it")
     steps = (line for line in known.rows if isinstance(line.get("step"), int))
     write_lines(path, [line for line in steps if line["step"] <= step])
-
-
-CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
 @dataclass

@@ -34,6 +34,7 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 GROWTH_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of batch size / batch_size, in the learning rate
 EVALUATION_SPLITS = ("test", "validation")
+_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,9 +336,6 @@ for _section in CLASSES.values():
     _section.__doc__ = f"{_section.__doc__}\n\n    Attributes:\n" + "\n".join(
         f"        {name}: {item.metadata['about']}" for name, item in _fields.items()
     )
-
-
-_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
 
 
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:

@@ -17,6 +17,8 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state, load_state, state_of
 from ddpcore.optim.schedules import Schedule
 
+BATCH_SIZE = 1000  # samples of an evaluation at a time
+
 
 def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits ``[N, C, T]`` and labels ``[N, T]`` of T places as ``[N T, C]`` and ``[N T]``; others as they are."""
@@ -86,9 +88,6 @@ def scores(confusion: torch.Tensor) -> Scores:
     )
 
 
-BATCH_SIZE = 1000
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The result over all samples of a split: ``loss``, the mean cross-entropy of all labels, without label smoothing.
@@ -136,12 +135,6 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
             confusion[0] += confusion_matrix(logits, labels)
         loss_L, confusion_L = comm.gather(loss), comm.gather(confusion)
     return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
-
-
-_LESS_MEMORY = (
-    "(forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a larger "
-    "data.accumulation"
-)
 
 
 @dataclass(eq=False, repr=False)
@@ -255,7 +248,10 @@ class Trainer:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             first = " ".join(str(error).partition("\n")[0].split())
-            raise MemoryError(f"{first} {_LESS_MEMORY}") from None
+            raise MemoryError(
+                f"{first} (forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a "
+                "larger data.accumulation"
+            ) from None
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def state_dict(self) -> dict[str, Any]:

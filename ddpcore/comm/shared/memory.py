@@ -167,11 +167,7 @@ class Slots:
         self._handed_out: list[Slot] = []
 
     def take(
-        self,
-        kind: Hashable,
-        now: int,
-        make: Callable[[int], list[Slot]],
-        await_passed: Callable[[Sequence[int], int], None],
+        self, kind: Hashable, now: int, make: Callable[[int], list[Slot]], await_passed: Callable[..., None]
     ) -> Slot:
         """Return a slot of a kind that no rank reads, and mark it as in progress. ``now`` is the next operation.
 
