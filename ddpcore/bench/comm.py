@@ -28,8 +28,7 @@ from ddpcore.bench.command import (
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
 from ddpcore.bench.contender import gather
 from ddpcore.comm import Communicator, choose_transport, connect
-from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.connect import Connection
+from ddpcore.comm.connect import TRANSPORTS, Connection
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of

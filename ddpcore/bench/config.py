@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
-from ddpcore.comm.choice import BACKENDS
+from ddpcore.comm.connect import BACKENDS
 from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS

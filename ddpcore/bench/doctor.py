@@ -21,7 +21,7 @@ from rich.table import Table
 from ddpcore.bench import findings
 from ddpcore.bench.command import Kind, model_bytes, publish
 from ddpcore.bench.config import Options
-from ddpcore.comm.choice import choose_backend
+from ddpcore.comm.connect import choose_backend
 from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.display.table import number, table_of
 from ddpcore.models import MODELS

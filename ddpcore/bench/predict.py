@@ -37,8 +37,8 @@ from ddpcore.bench.contender import (
 )
 from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.step_model import Step, Transfer, available_cores, predict
-from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import exchange_columns
+from ddpcore.comm.connect import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of

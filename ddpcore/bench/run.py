@@ -32,8 +32,7 @@ from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.training.balance import balanced
-from ddpcore.training.build import LearnerPlacement, threads_for
+from ddpcore.training.build import LearnerPlacement, balanced, threads_for
 from ddpcore.training.memory import estimate
 
 REFERENCE = "ddp"  # the row to which the others' speed is related

@@ -18,9 +18,8 @@ from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.spectra import Eigenvalues
-from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.observer import Observer
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.learner import Learner
 

@@ -19,8 +19,8 @@ from typing_extensions import override
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
+from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.observer import Observer
 from ddpcore.parameters.flat import Segment
 from ddpcore.strategies.learner import Learner
 

@@ -30,8 +30,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch

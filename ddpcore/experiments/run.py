@@ -22,9 +22,8 @@ from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_f
 from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
-from ddpcore.runtime.launch import World
+from ddpcore.runtime.launch import StopSignal, World
 from ddpcore.runtime.machine import keep_freed_memory
-from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement

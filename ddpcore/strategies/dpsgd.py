@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Decode, Exchange
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import Decode, Exchange, exchange_columns
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed

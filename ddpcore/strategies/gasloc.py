@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import exchange_columns
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner

@@ -11,8 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.comm.base import Exchange
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import Exchange, exchange_columns
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of

@@ -18,7 +18,7 @@ from ddpcore.storage.limits import plain, shown
 from ddpcore.training.build import backend_here, check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig, describe_fields, merged
-from ddpcore.training.run import Interrupted, join_run, train_rank
+from ddpcore.training.run import join_run, train_rank
 
 PROGRAM = "ddpcore train"
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.join:
             raise
         code, message = 1, str(error).partition("\n")[0]
-    except (launch.Stopped, Interrupted) as error:
+    except launch.Stopped as error:
         code, message = 130, str(error)
     else:
         return 0
@@ -90,16 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_fields(word: str) -> int:
-    found = describe_fields(word)
+    if not (found := describe_fields(word)):
+        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     for key, text in found:
         print(f"{key}: {text}")
-    if not found:
-        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     return 0
 
 
 def _start(options: TrainOptions, out: Path) -> None:
-    """Start the ranks of a run, and wait for its end."""
     torchrun = launch.torchrun_world()
     world_size = options.world_size if torchrun is None else torchrun.world_size
     left = members_left(out / CHECKPOINTS) if options.resume and world_size > 1 else None
