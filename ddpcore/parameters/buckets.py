@@ -202,7 +202,7 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
-        self._is_open = False  # whether a pass has begun and not ended
+        self._is_open: bool = False  # whether a pass has begun and not ended
         self._order: list[int] = []  # segments, when their last row was complete
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
