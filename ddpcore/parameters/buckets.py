@@ -69,7 +69,7 @@ class GradientBuckets:
     ) -> None:
         self.flat, self.waits, self._in_place = flat, waits, in_place
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
-        self.paused = False
+        self.paused, self._is_open = False, False
         self.num_paused = 0  # gradients that came while paused
         self._on_message, self._on_end = on_message, on_end
         self._pass = -1  # autograd's number of the current backward pass
@@ -202,7 +202,7 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
-        self._is_open: bool = False  # whether a pass has begun and not ended
+        self._is_open = False  # whether a pass has begun and not ended
         self._order: list[int] = []  # segments, when their last row was complete
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
