@@ -152,7 +152,7 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
+def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with Call(group, what, timeout=timeout):
