@@ -174,8 +174,8 @@ class ResolvedConfig:
     strategies: tuple[str, ...]
     device: str
     choice: Choice
-    transport: Transport | None  # None for virtual learners
-    notes: tuple[str, ...]  # lines to print above the table
+    transport: Transport | None  #: None for virtual learners
+    notes: tuple[str, ...]  #: lines to print above the table
 
     @property
     def is_virtual(self) -> bool:

@@ -16,10 +16,10 @@ from ddpcore.options.registry import Registry
 class Spec:
     """What a model takes."""
 
-    input_shapes: tuple[tuple[int, ...], ...]  # of one sample that fit, the default first; empty where any may fit
-    num_classes: int = 2  # the default
-    any_size: bool = False  # samples of other sizes fit too, with as many dimensions
-    tokens: bool = False  # samples are tokens, int64 [T] below num_classes, and not images or floating samples
+    input_shapes: tuple[tuple[int, ...], ...]  #: of one sample that fit, the default first; empty where any may fit
+    num_classes: int = 2  #: the default
+    any_size: bool = False  #: samples of other sizes fit too, with as many dimensions
+    tokens: bool = False  #: samples are tokens, int64 [T] below num_classes, and not images or floating samples
 
     def fits(self, input_shape: tuple[int, ...], tokens: bool = False) -> bool:
         """Whether the model takes samples of this shape (without the batch)."""

@@ -24,11 +24,11 @@ Factory = Callable[..., Part]
 class Registry(Generic[Part]):
     """The parts of one kind."""
 
-    kind: str  # the word for a part in error messages, such as topology
-    group: str  # of entry points, such as ddpcore.topologies
-    base: type[Any] | tuple[type[Any], ...]  # of every part
-    own: Mapping[str, Factory[Part]]  # ddpcore's parts: from a name to the class or function that makes the part
-    reserved: Collection[str] = ()  # parameters that the caller of `build` sets, which are no options for users
+    kind: str  #: the word for a part in error messages, such as topology
+    group: str  #: of entry points, such as ddpcore.topologies
+    base: type[Any] | tuple[type[Any], ...]  #: of every part
+    own: Mapping[str, Factory[Part]]  #: ddpcore's parts: from a name to the class or function that makes the part
+    reserved: Collection[str] = ()  #: parameters that the caller of `build` sets, which are no options for users
 
     def names(self) -> tuple[str, ...]:
         """The short names: first the names of ddpcore, then the names of installed packages."""

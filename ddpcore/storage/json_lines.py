@@ -107,8 +107,8 @@ class JsonLines(AbstractContextManager["JsonLines"]):
 class Lines:
     """What a file of JSON lines holds."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of lines as they were written, without their checksums
-    problems: list[str] = field(default_factory=list)  # a sentence for each other line, with the file and its number
+    rows: list[dict[str, Any]] = field(default_factory=list)  #: of lines as they were written, without their checksums
+    problems: list[str] = field(default_factory=list)  #: a sentence for each other line, with the file and its number
 
 
 def read_lines(path: Path) -> Lines:
