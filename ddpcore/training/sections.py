@@ -145,7 +145,9 @@ class DataConfig(Section):
     num_train: int | None = field(None, "use this many of the other samples, see ``Dataset.limit``", least=1)
     num_test: int | None = field(None, "use only this many test samples", least=1)
     random_labels: bool = field(False, "replace training labels by random ones, which can only be memorized")
-    sampler: str = field(SAMPLERS[0], "how learners get them: :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS)
+    sampler: str = field(
+        SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS
+    )
     shards: str = field(
         SHARDS[0],
         "samples that a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
