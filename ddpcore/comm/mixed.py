@@ -43,10 +43,8 @@ class MixedCommunicator(ProcessGroupCommunicator):
     def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, timeout=timeout)
         self.transport = "mixed"
-        if len(hosts) != self.num_learners:
-            raise ValueError(
-                f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: give one for each rank"
-            )
+        if len(hosts) != (num := self.num_learners):
+            raise ValueError(f"hosts names {len(hosts)} hosts and there are {num} ranks: give one for each rank")
         self._hosts = tuple(hosts)
         on_host = [other for other, host in enumerate(hosts) if host == hosts[self.rank]]
         self._near = SharedMemoryCommunicator(self.group, timeout, on_host)

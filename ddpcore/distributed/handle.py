@@ -144,10 +144,7 @@ class Distributed:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the states of model, optimizer and random numbers.
-
-        Every rank saves its own state, and loads the state that it saved.
-        """
+        """Return the state of this rank for a checkpoint, beside the states of model, optimizer and random numbers."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:

@@ -63,14 +63,12 @@ class Policies:
 
     def check(self, strategy: Strategy) -> None:
         """Raise ValueError if a policy needs other learners or neighbours, and the strategy has none."""
-        averages = (self.momentum, self.batch_norm)
+        averages, name = (self.momentum, self.batch_norm), strategy.name
         if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
-            raise ValueError(
-                f"policies that average wait for other learners and {strategy.name} does not: take keep or reset"
-            )
+            raise ValueError(f"policies that average wait for other learners and {name} does not: take keep or reset")
         if GOSSIP in averages:
             if strategy.topology is None:
-                raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
+                raise ValueError(f"policy gossip needs neighbours and {name} has none: take average")
             if why := strategy.traits.no_mean:
                 raise ValueError(f"policy gossip averages as the weights do and {why}: take average")
 

@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             accuracy = "no test split" if final["accuracy"] is None else f"accuracy {100 * final['accuracy']:.2f} %"
             ended = "diverged at" if final["diverged"] else "finished"
             print(f"{ended} step {final['step']}, {accuracy}: ddpcore report {shown(options.out)}")
+        return 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -83,8 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = 1, str(error).partition("\n")[0]
     except launch.Stopped as error:
         code, message = 130, str(error)
-    else:
-        return 0
     print(f"{PROGRAM}: {plain(message.replace('resume=True', '--resume'))}", file=sys.stderr)
     return code
 

@@ -82,11 +82,10 @@ class LearnerPlacement:
         """The learners of this process; none before it has joined."""
         if self.joins:
             return []
-        rank = self.world.rank
         if self.left is not None:
-            return [self.left.members[rank]]
+            return [self.left.members[self.world.rank]]
         each = self.config.strategy.learners // self.world.world_size
-        return list(range(rank * each, (rank + 1) * each))
+        return list(range(self.world.rank * each, (self.world.rank + 1) * each))
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks; ``what`` names the wait in an error."""

@@ -145,7 +145,9 @@ class DataConfig(Section):
     num_train: int | None = field(None, "use this many of the other samples, see ``Dataset.limit``", least=1)
     num_test: int | None = field(None, "use only this many test samples", least=1)
     random_labels: bool = field(False, "replace training labels by random ones, which can only be memorized")
-    sampler: str = field(SAMPLERS[0], "how learners get them: :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS)
+    sampler: str = field(
+        SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS
+    )
     shards: str = field(
         SHARDS[0],
         "samples that a learner keeps for the whole run, see :func:`ddpcore.data.split`; ``even``: as ``sampler`` says",
@@ -315,10 +317,9 @@ class RunConfig(Section):
         super().__post_init__()
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"run.epochs is {self.epochs} and run.steps is {self.steps}: give exactly one of them")
-        if self.escape_loss is not None and not self.statistics_every:
-            raise ValueError(
-                f"run.escape_loss is {self.escape_loss}: the statistics compute the full loss, set statistics_every"
-            )
+        loss = self.escape_loss
+        if loss is not None and not self.statistics_every:
+            raise ValueError(f"run.escape_loss is {loss}: the statistics compute the full loss, set statistics_every")
         if self.target is not None and not self.evaluate_every:
             raise ValueError(
                 f"run.target is {self.target}: only an evaluation can reach it, set evaluate_every to 1 or more"

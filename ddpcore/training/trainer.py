@@ -307,10 +307,7 @@ class Trainer:
         return model
 
     def evaluate(self, model: nn.Module, split: str = "test") -> Evaluation | None:
-        """Evaluate a result of :meth:`evaluation_model` on a whole split; None if the data set has no such split.
-
-        The ranks divide the samples among them. Training is not affected. Collective.
-        """
+        """Evaluate a result of :meth:`evaluation_model` on a split; None if there is no such split. Collective."""
         samples = self.dataset.splits().get(split)
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
 

@@ -74,7 +74,7 @@ class SegmentCommunicator(Communicator):
         self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
         self._shared = Buffers(self.rank)
         self._in_thread = in_thread
-        self._averages = self._averages_of(self._coordinator, self.ranks)
+        self._averages = Averages(self._coordinator, memory, self.ranks, in_thread=in_thread)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
         self._snapshots = Slots()
@@ -107,10 +107,8 @@ class SegmentCommunicator(Communicator):
     def form_groups(self, size: int) -> None:
         first = self.rank // size * size
         ranks = range(first, first + size)
-        self._groups[size] = self._averages_of(Coordinator(self._group, self._timeout, among=ranks), ranks)
-
-    def _averages_of(self, coordinator: Coordinator, ranks: Sequence[int]) -> Averages:
-        return Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
+        coordinator = Coordinator(self._group, self._timeout, among=ranks)
+        self._groups[size] = Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
 
     @override
     def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
