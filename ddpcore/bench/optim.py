@@ -186,7 +186,10 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
         f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
         f"{environment['dtype']}"
     )
-    return [machine, *environment["notes"], _ratios(result), _bandwidths(result)]
+    rows = result["rows"]
+    apart = sum(row["ms"]["p80"] > 2 * row["ms"]["p20"] for row in rows)
+    doubt = f"busy machine: in {apart} of {len(rows)} rows the p80 is more than twice the p20, and a ratio says little"
+    return [machine, *environment["notes"], *[doubt] * bool(apart), _ratios(result), _bandwidths(result)]
 
 
 def _ratios(result: dict[str, Any]) -> Table:
