@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
 from ddpcore.distributed.calls import callers, num_registered, register
 from ddpcore.distributed.guards import wrapper_of
+from ddpcore.distributed.resets import ResetWatch
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -41,6 +42,7 @@ class LoopWatch:
 
     Attributes:
         averaged: whether gradients of this step are an average, or the loop asked for none.
+        has_average: whether gradients of this step are an average.
         num_passes: forward passes of this step that record gradients.
         found: gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
             process. In a group whose average is not finite, a rank names its own learners, or the average (None) if
@@ -73,9 +75,12 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if flat.num_rows > 1 and not strategy.traits.averages_gradients:
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
+        if self.resets is not None:
+            flat.on_gradients.append(self.resets.note_all)
+        if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
-            note = partial(_note, self._noted)
+            note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
@@ -199,7 +204,7 @@ class LoopWatch:
         """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
-        self._has_average = False  # whether gradients of this step are an average
+        self.has_average = False
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
@@ -222,16 +227,16 @@ class LoopWatch:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
         self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
-        self._is_late |= self._has_average and num_gradients > 0
+        self._is_late |= self.has_average and num_gradients > 0
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
-        if not self._has_average and self._strategy.traits.stays_identical:
+        if not self.has_average and self._strategy.traits.stays_identical:
             check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
-        self.averaged, self._has_average, self._is_late = True, True, False
+        self.averaged, self.has_average, self._is_late = True, True, False
         self._outside = {
             id(parameter): TensorWeakRef(parameter.grad)
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
@@ -260,9 +265,10 @@ class LoopWatch:
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is average):
+                virtual = ", once for each learner, and inside no_sync() for all passes but its last"
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
-                    "averaged: call backward() before step()"
+                    f"averaged: call backward() before step(){virtual if self._flat.num_rows > 1 else ''}"
                 )
 
     def _check_rows(self) -> bool:
@@ -324,17 +330,21 @@ class LoopWatch:
             )
         self._check_parameters()
         self._check_optimized()
+        if self.resets is not None:
+            self.resets.check()
         is_unchanged = self._check_rows()
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""
-        self._is_apart |= not self._has_average
+        self._is_apart |= not self.has_average
         self.restart()
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
+        if self.resets is not None:
+            self.resets.begin_step()
         if self._strategy.traits.averages_gradients:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
@@ -480,6 +490,7 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
-def _note(noted: dict[int, int], parameter: Tensor) -> None:  # after autograd has written a gradient
+def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
+    resets.note(parameter)
     if parameter.grad is not None:
         noted[id(parameter)] = parameter.grad._version
