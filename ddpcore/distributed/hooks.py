@@ -112,6 +112,12 @@ class HookedDistributed(Distributed):
         self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
 
+    def __copy__(self) -> HookedDistributed:
+        return self
+
+    def __reduce__(self) -> tuple[type[_NoHandle], tuple[()]]:
+        return _NoHandle, ()
+
     @property
     @override
     def learners_run(self) -> str:
@@ -384,6 +390,18 @@ class HookedDistributed(Distributed):
         self.learner.flat.reorder(order)
         if self._buckets is not None:
             self._buckets.rebuild()
+
+
+class _NoHandle:
+    """What a copy or a pickle of a handle becomes, such as that in an attribute of a module: its hooks stay behind."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for these
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this is a copy of a handle, whose model no strategy trains: call distribute() with the handle's "
+            "evaluation_model(), or save and load RunState(handle)"
+        )
 
 
 class _Hook:
