@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
 from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
+from ddpcore.distributed.resets import ResetWatch
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -35,7 +36,8 @@ class LoopWatch:
 
     ``found`` are gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
     process. In a group whose average is not finite, a rank names its own learners, or the average (None) if their
-    gradients were finite.
+    gradients were finite. ``has_average`` is whether gradients of this step are an average, ``averaged`` the same, or
+    the loop asked for none.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -64,9 +66,12 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if flat.num_rows > 1 and not strategy.traits.averages_gradients:
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
+        if self.resets is not None:
+            flat.on_gradients.append(self.resets.note_all)
+        if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
-            note = partial(_note, self._noted)
+            note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
@@ -187,7 +192,7 @@ class LoopWatch:
         """A new step begins, or other states were loaded."""
         self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
-        self._has_average = False  # whether gradients of this step are an average
+        self.has_average = False
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
@@ -210,16 +215,16 @@ class LoopWatch:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
         self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
-        self._is_late |= self._has_average and num_gradients > 0
+        self._is_late |= self.has_average and num_gradients > 0
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
-        if not self._has_average and self._strategy.traits.stays_identical:
+        if not self.has_average and self._strategy.traits.stays_identical:
             check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
-        self.averaged, self._has_average, self._is_late = True, True, False
+        self.averaged, self.has_average, self._is_late = True, True, False
         self._outside = {
             id(parameter): TensorWeakRef(parameter.grad)
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
@@ -248,9 +253,10 @@ class LoopWatch:
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is average):
+                virtual = ", once for each learner, and inside no_sync() for all passes but its last"
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
-                    "averaged: call backward() before step()"
+                    f"averaged: call backward() before step(){virtual if self._flat.num_rows > 1 else ''}"
                 )
 
     def _check_rows(self) -> bool:
@@ -307,17 +313,21 @@ class LoopWatch:
             )
         self._check_parameters()
         self._check_optimized()
+        if self.resets is not None:
+            self.resets.check()
         is_unchanged = self._check_rows()
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""
-        self._is_apart |= not self._has_average
+        self._is_apart |= not self.has_average
         self.restart()
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
+        if self.resets is not None:
+            self.resets.begin_step()
         if self._strategy.traits.averages_gradients:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
@@ -461,6 +471,7 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
-def _note(noted: dict[int, int], parameter: Tensor) -> None:  # after autograd has written a gradient
+def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
+    resets.note(parameter)
     if parameter.grad is not None:
         noted[id(parameter)] = parameter.grad._version

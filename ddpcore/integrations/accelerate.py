@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
@@ -49,12 +50,14 @@ def prepare(
         ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
     """
     check_plain(accelerator, model)
+    number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
     others = tuple(accelerator.prepare(one) for one in others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
-    saved = _Saved(handle, prepared, accelerator.process_index)
+    place = next(place for place, one in enumerate(accelerator._models) if one is model)
+    saved = _Saved(handle, prepared, accelerator.process_index, number, place)
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
     return handle, model, prepared, *others
@@ -93,25 +96,42 @@ def _nothing() -> type[AbstractContextManager[None]]:
     return nullcontext
 
 
-def rank_file(folder: str | Path, rank: int | str) -> Path:
-    """Where a rank saves its own state, beside what the library saves; ``*`` stands for all ranks."""
-    return Path(folder) / f"ddpcore_rank_{rank}.pt"
+def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
+    """Where a rank saves its own state, beside what the library saves; ``*`` stands for all ranks.
+
+    ``number`` counts the models that one loop trains with ddpcore, from 0.
+    """
+    return Path(folder) / f"ddpcore_{f'{number}_' if number else ''}rank_{rank}.pt"
+
+
+class _Loaded(nn.Module):
+    """Takes the place of our model where Accelerate loads weights, so that other models keep their numbers."""
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return [], []  # neither missing nor unexpected
 
 
 class _Saved:
     """Saves the state of this rank in the folder of ``save_state``, and loads it when Accelerate loads the optimizer.
 
     A folder without such states, as DDP saves it, is loaded as Accelerate does. DDP loads the averaged weights.
+    ``number`` is that of :func:`rank_file`, and ``place`` that of the model among all models of the accelerator.
     """
 
-    def __init__(self, handle: Distributed, optimizer: Any, rank: int) -> None:
+    def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, place: int) -> None:
         self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
+        self._number, self._place = number, place
         self._folder: str | None = None
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
-        torch.save(run_state(self._handle), rank_file(folder, self._rank))
+        torch.save(run_state(self._handle), rank_file(folder, self._rank, self._number))
         average = self._handle.evaluation_model().state_dict()
         for model, one in zip(models, weights, strict=True):
             if model is self._handle.models[0]:
@@ -120,10 +140,11 @@ class _Saved:
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
         own = self._handle.models[0]
-        models[:] = [model for model in models if model is not own]
-        self._folder = folder if rank_file(folder, 0).exists() else None
+        models[:] = [_Loaded() if model is own else model for model in models]
+        self._folder = folder if rank_file(folder, 0, self._number).exists() else None
         if self._folder is None:
-            own.load_state_dict(load_state_dict(str(Path(folder) / SAFE_WEIGHTS_NAME)))
+            name = SAFE_WEIGHTS_NAME.replace(".", f"_{self._place}.") if self._place else SAFE_WEIGHTS_NAME
+            own.load_state_dict(load_state_dict(str(Path(folder) / name)))
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or that of an optimizer that DDP has saved. Collective."""
@@ -131,14 +152,14 @@ class _Saved:
         if folder is None:
             self._load_plain(state)
         else:
-            load_rank_file(self._handle, folder, self._rank)
+            load_rank_file(self._handle, folder, self._rank, self._number)
 
 
-def load_rank_file(handle: Distributed, folder: str | Path, rank: int) -> None:
+def load_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
     """Load :func:`rank_file` of this rank, or the average of those of another number of ranks. Collective."""
-    num_ranks = len([*Path(folder).glob(rank_file("", "*").name)])
+    num_ranks = len([*Path(folder).glob(rank_file("", "*", number).name)])
     needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
     states: list[Any] = [None] * num_ranks
     for one in needed:
-        states[one] = torch.load(rank_file(folder, one), map_location="cpu", weights_only=True)
+        states[one] = torch.load(rank_file(folder, one, number), map_location="cpu", weights_only=True)
     load_run_state(handle, states)

@@ -56,6 +56,7 @@ class GradientBuckets:
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
         in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
+        on_gradient: gets each parameter whose gradient has come, also while paused; None if nobody asks.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class GradientBuckets:
         *,
         waits: bool = False,
         in_place: Callable[[], bool] = lambda: False,
+        on_gradient: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.flat, self.waits, self._in_place = flat, waits, in_place
+        self.flat, self.waits, self._in_place, self._on_gradient = flat, waits, in_place, on_gradient
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused, self._is_open = False, False
         self.num_paused = 0  # gradients that came while paused
@@ -91,7 +93,14 @@ class GradientBuckets:
         self._sizes = list(map(sum, zip(*inside, strict=True)))  # in segments, by message
         self.restart()
 
+    @property
+    def lacking_rows(self) -> list[int]:
+        """The rows without a backward pass, if others had one since the last :meth:`restart`."""
+        return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows]
+
     def _hook(self, parameter: Tensor) -> None:
+        if self._on_gradient is not None:
+            self._on_gradient(parameter)
         gradient = parameter.grad
         if self.paused or gradient is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             self.num_paused += self.paused

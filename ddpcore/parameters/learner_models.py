@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
+from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from typing_extensions import override
 
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
@@ -69,6 +72,21 @@ class LearnerModels(nn.Module):
                 yield tuple(tensor[begin : self.rows.stop] for tensor in tensors)
         finally:
             self.rows, self._in_vmap = range(num), None
+
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of all learners.
+
+        Raises:
+            RuntimeError: ``clip_grad_norm_`` asks for them, which would take one norm of all learners' gradients.
+        """
+        code = sys._getframe(1).f_code
+        if len(self.models) > 1 and code.co_name == "clip_grad_norm_" and code.co_filename == clip_grad.__file__:
+            raise RuntimeError(
+                "clip_grad_norm_ would clip by one norm of the gradients of all learners: call "
+                "handle.clip_grad_norm_(max_norm), which clips those of each learner"
+            )
+        yield from super().parameters(recurse)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.

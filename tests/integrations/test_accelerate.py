@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from torch import nn
 
 import ddpcore
+from ddpcore.integrations.accelerate import prepare
 from helpers import accelerate_ranks, ranks
 
 
@@ -79,3 +82,38 @@ def test_one_process(tmp_path: Path) -> None:
     assert torch.equal(accelerate_ranks.flat(whole), accelerate_ranks.flat(later))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_several_models_of_one_loop(tmp_path: Path) -> None:
+    """Of equal shapes, as a model and its teacher: each is saved by itself, and loads its own state."""
+
+    def begin(seed: int) -> tuple[Any, list[Any], list[Any]]:
+        accelerate.Accelerator().free_memory()
+        accelerator = accelerate.Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        models = [nn.Linear(4, 4) for _ in range(4)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+        for place in range(4):
+            if place % 2:
+                _, model, optimizer = prepare(accelerator, models[place], optimizers[place], ddpcore.SSGD())
+            else:
+                model, optimizer = accelerator.prepare(models[place], optimizers[place])
+            models[place], optimizers[place] = model, optimizer
+        return accelerator, models, optimizers
+
+    def train(accelerator: Any, models: list[Any], optimizers: list[Any], num_steps: int) -> list[torch.Tensor]:
+        for step in range(num_steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+        return [model.weight.detach().clone() for model in models]
+
+    first = begin(0)
+    train(*first, 3)
+    first[0].save_state(str(tmp_path))
+    expected = train(*first, 2)
+    second = begin(1)
+    second[0].load_state(str(tmp_path))
+    assert all(map(torch.equal, expected, train(*second, 2)))
