@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.distributed.handle import Distributed
@@ -164,12 +167,29 @@ def hessian_product(
     return learner.average_of(_unscaled(rows_LP, scale))
 
 
-def twice_differentiable() -> AbstractContextManager[None]:
-    """In the ``with`` block, attention uses matrix products and a softmax, which have second derivatives.
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """In the ``with`` block, layers use operations that have second derivatives.
 
-    torch's fused kernels have none.
+    Attention uses matrix products and a softmax, because torch's fused kernels have none. A weight norm is a quotient:
+    torch's own operation has wrong second derivatives, because its first one takes the norm as a constant.
     """
-    return sdpa_kernel(SDPBackend.MATH)
+    with sdpa_kernel(SDPBackend.MATH), _Quotients():
+        yield
+
+
+class _Quotients(TorchFunctionMode):
+    """Weight norms as ``v * (g / |v|)``."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        return _quotient(*args, **(kwargs or {}))
+
+
+def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:

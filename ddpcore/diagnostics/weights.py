@@ -46,7 +46,7 @@ class WeightVector:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""
         parts = rows.split([parameter.numel() for parameter in self.parameters], dim=-1)
         lead = rows.shape[:-1]
-        return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return [part.view((*lead, *parameter.shape)) for part, parameter in zip(parts, self.parameters, strict=True)]
 
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:

@@ -34,11 +34,9 @@ POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank
 def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run the jobs that are not finished, first those without ranks. Write and print one result for each.
 
-    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores.
-
-    Raises:
-        launch.Stopped: a signal requested it; the current runs are saved and can be resumed.
-        launch.RankFailed: one of several processes was killed; the others have ended.
+    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores. launch.Stopped: a signal
+    requested it; the current runs are saved and can be resumed. launch.RankFailed: one of several processes was killed;
+    the others have ended.
     """
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]

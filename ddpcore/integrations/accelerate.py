@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
@@ -26,12 +27,7 @@ _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # without a library that averages or 
 
 
 def prepare(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *others: Any,
-    **options: Any,
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, strategy: Strategy, *others: Any, **options: Any
 ) -> tuple[Any, ...]:
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
@@ -67,10 +63,8 @@ def prepare(
 def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError if another library averages or shards, or if Accelerate has prepared the model."""
     if accelerator.distributed_type not in [DistributedType[name] for name in _PLAIN]:
-        raise ValueError(
-            f"Accelerate runs {accelerator.distributed_type.value}, which averages or shards by itself: "
-            "configure plain CPUs or GPUs for ddpcore"
-        )
+        other = f"{accelerator.distributed_type.value}, which averages or shards by itself"
+        raise ValueError(f"Accelerate runs {other}: configure plain CPUs or GPUs for ddpcore")
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
 

@@ -19,8 +19,7 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 
     Folders that cannot be compared with each other are shown one by one.
     """
-    good: list[Path] = []
-    problems: list[str] = []
+    good, problems = [], []
     for path in paths:
         try:
             compare([path])
@@ -35,9 +34,7 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 
 def study_section(comparison: Mapping[str, Any]) -> Section:
     """The section of one study."""
-    labels = [run_label(run) for run in comparison["runs"]]
-    tables: list[TableData] = []
-    folded: list[TableData] = []
+    labels, tables, folded = [run_label(run) for run in comparison["runs"]], [], []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
         unknown = [row for row, claim in zip(rows, comparison["claims"], strict=True)
@@ -56,16 +53,14 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
     notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
     every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
-    about = [f"Published: {comparison['source']}.", *about_runs(comparison)]
-    lines = [comparison["question"], *_results(comparison, labels), *about]
-    charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
+    results, about = _results(comparison, labels), [f"Published: {comparison['source']}.", *about_runs(comparison)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
         title=comparison["title"],
-        lines=lines,
+        lines=[comparison["question"], *results, *about],
         tables=tables,
         folded=folded,
-        charts=charts,
+        charts=[*study_charts(comparison, labels), *curve_charts(comparison, labels)],
         charts_first=True,
         problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )

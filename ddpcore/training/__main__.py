@@ -54,7 +54,7 @@ class TrainOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
     try:
-        options = parse(TrainOptions, argv, prog=PROGRAM, description=TrainOptions.__doc__ or "")
+        options = parse(TrainOptions, argv, prog=PROGRAM)
         if options.fields is not None:
             return _print_fields(options.fields)
         assert options.out is not None, "it is missing only with --fields"
