@@ -220,12 +220,10 @@ class SharedMemoryFabric(Fabric):
             parts = {rank: view.split(size) for rank, view in views.items()}
             return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
 
-        return self._areas.take(
-            size,
-            self._coordinator.num_operations,
-            make,
-            lambda _, number: self._coordinator.await_passed(self.members, number, may_die=True),
-        )
+        def await_passed(_: Sequence[int], number: int) -> None:  # of all members: slots have no readers here
+            self._coordinator.await_passed(self.members, number, may_die=True)
+
+        return self._areas.take(size, self._coordinator.num_operations, make, await_passed)
 
 
 @dataclass

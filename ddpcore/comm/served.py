@@ -193,8 +193,7 @@ def _word(what: int) -> Tensor:
 @torch.no_grad()
 def _serve(shared: _Row) -> None:
     """Answer the others until nobody asks any more, or until an error, which the program sees when it uses the row."""
-    word = _word(0)
-    received = torch.empty_like(shared.row[0])
+    word, received = _word(0), torch.empty_like(shared.row[0])
     try:
         while shared.gone != shared.others:
             work = shared.group.recv_anysource([word], _TO_THREAD)

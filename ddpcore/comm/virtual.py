@@ -82,11 +82,9 @@ class VirtualCommunicator(Communicator):
 
 def csr_of(mixing: MixingMatrix, device: torch.device) -> Rows:
     """A mixing matrix for ``mix_stacked_``."""
-    return (
-        torch.from_numpy(mixing.offsets).to(device),
-        torch.from_numpy(mixing.columns).to(device),
-        torch.from_numpy(mixing.values.astype(np.float32)).to(device),
-    )
+    arrays: list[np.ndarray] = [mixing.offsets, mixing.columns, mixing.values.astype(np.float32)]
+    offsets, columns, values = (torch.from_numpy(one).to(device) for one in arrays)
+    return offsets, columns, values
 
 
 class StackedExchange(Exchange):

@@ -50,7 +50,7 @@ class FlatParameters:
 
     Args:
         learners: for each learner ``model.named_parameters()``, alike for all. Those that need no gradient are left
-            alone.
+            alone. One that appears twice (tied weights) is taken once.
         bucket_bytes, first_bucket_bytes: the sizes of the largest bucket of gradients and of the first one, which
             starts communication earlier if it is smaller.
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
@@ -85,7 +85,7 @@ class FlatParameters:
     ) -> None:
         self.on_gradients = []
         self.shards, self._sends_gradients = shards, sends_gradients
-        rows = [[pair for pair in named if pair[1].requires_grad] for named in learners]
+        rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
             _check_parameters([(name, local(parameter)) for name, parameter in named])
         self.num_rows = len(rows)
@@ -383,6 +383,14 @@ def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]
     size, first = (one // ALIGNMENT * ALIGNMENT for one in (size, first_size))
     begins = [0, *range(first, numel, size)] if numel else []
     return list(pairwise([*begins, numel]))
+
+
+def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    seen: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
 
 
 def _is_dense(tensor: Tensor) -> bool:

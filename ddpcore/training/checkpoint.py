@@ -104,7 +104,6 @@ class Checkpoints:
         return gather_objects(default_group(None), digests, "a checkpoint") if self.num_ranks > 1 else [digests]
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
-        """Write the manifest, and give the folder its final name."""
         manifest = {
             "format": FORMAT,
             "step": step,

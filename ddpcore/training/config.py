@@ -117,7 +117,6 @@ class TrainConfig:
         return len(set(self.data.learners_batch)) > 1
 
     def _check_traits(self, strategy: Strategy | Baseline) -> None:
-        """Check what the strategy says of itself against the number of learners and the measurements."""
         traits, run, learners = strategy.traits, self.run, self.strategy.learners
         every = f"run.statistics_every is {run.statistics_every}"
         if traits.most_learners is not None and learners > traits.most_learners:

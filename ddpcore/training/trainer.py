@@ -292,10 +292,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:
-        """The averaged model in evaluation mode, the same on every rank. Collective.
+        """The :meth:`~ddpcore.Distributed.evaluation_model` in evaluation mode, the same on every rank. Collective.
 
-        For ``batch_norm`` see :meth:`ddpcore.Distributed.evaluation_model`. ``recalibrate`` uses so many of the last
-        training batches.
+        ``recalibrate`` uses so many of the last training batches.
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
