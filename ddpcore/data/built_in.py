@@ -56,7 +56,8 @@ def load_python_text(context: int = 64) -> Dataset:
     for modules in (TRAIN_MODULES, TEST_MODULES):
         inputs, labels = zip(*(_windows(module, context) for module in modules), strict=True)
         splits.append(Split(torch.cat(inputs), torch.cat(labels)))
-    return Dataset("python_text", *splits, NUM_BYTES, (context,))
+    train, test = splits
+    return Dataset("python_text", train, test, NUM_BYTES, (context,))
 
 
 def _windows(module: str, context: int) -> tuple[Tensor, Tensor]:
