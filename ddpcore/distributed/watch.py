@@ -64,6 +64,7 @@ class LoopWatch:
         self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
         self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
@@ -75,7 +76,6 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         if self.resets is not None:
             flat.on_gradients.append(self.resets.note_all)
         if self.resets is not None and not strategy.traits.averages_gradients:
@@ -202,6 +202,8 @@ class LoopWatch:
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
+        if self.resets is not None:
+            self.resets.restart()
         self.num_passes, self._sample = 0, None
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
         self.has_average = False
