@@ -25,6 +25,7 @@ from ddpcore.distributed.resets import ResetWatch
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
@@ -80,6 +81,7 @@ class LoopWatch:
             flat.on_gradients.append(self.resets.note_all)
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
+            exclude_from_compilation(sys.modules[__name__], "_note")  # a compiled loop runs it, too
             note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
