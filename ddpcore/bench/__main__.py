@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
-        about = kind.options.__doc__ or ""
-        given = command_line.parse(kind.options, words, prog=prog, description=about, epilog=epilog)
+        given = command_line.parse(kind.options, words, prog=prog, epilog=epilog)
         start = kind.prepare(given, torchrun)
         started = True
         start()

@@ -10,31 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.bench.command import (
-    Kind,
-    check_models_memory,
-    environment,
-    environment_lines,
-    model_bytes,
-    publish,
-    resolve_ranks,
-    size_name,
-    spread_series,
-    start_ranks,
-)
+from ddpcore.bench import command, contender
+from ddpcore.bench.command import size_name
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
-from ddpcore.bench.contender import (
-    DEFAULT_BUCKET_MB,
-    WARM_UP_STEPS,
-    Contender,
-    build_contender,
-    build_dataset,
-    compute_of,
-    exposed_ms,
-    gather,
-    parse_sizes,
-    run_block,
-)
+from ddpcore.bench.contender import DEFAULT_BUCKET_MB, Contender, compute_of
 from ddpcore.bench.isolated import averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.data import Dataset
 from ddpcore.display.chart import Chart, Series
@@ -64,7 +43,7 @@ class BucketsConfig(BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parse_sizes(self.bucket_mb)
+        contender.parse_sizes(self.bucket_mb)
         for name in self.strategies:
             if not self.strategy(name).traits.averages_gradients:
                 raise ValueError(f"--strategies: {name} averages no gradients, so it has no buckets: leave it out")
@@ -73,29 +52,24 @@ class BucketsConfig(BenchConfig):
 
     def all_sizes(self) -> list[float]:
         """The sizes of the command line and the default, in MiB, ascending."""
-        return sorted({*parse_sizes(self.bucket_mb), DEFAULT_BUCKET_MB})
+        return sorted({*contender.parse_sizes(self.bucket_mb), DEFAULT_BUCKET_MB})
 
 
 @dataclass
 class Candidate:
-    """A strategy with one bucket size.
+    """A strategy with one bucket size."""
 
-    Attributes:
-        same_mb: larger sizes that build the same buckets.
-        comm_seconds: of the averages in isolation, one sum for each round.
-    """
-
-    contender: Contender
+    trains: Contender
     bucket_mb: float
-    same_mb: list[float] = field(list)
-    comm_seconds: list[float] = field(list)
+    same_mb: list[float] = field(list)  # larger sizes that build the same buckets
+    comm_seconds: list[float] = field(list)  # of the averages in isolation, one sum for each round
 
     def gather(self) -> dict[str, Any]:
         """The measurements of all ranks. Collective."""
-        comm, steps = zip(*gather((self.comm_seconds, self.contender.step_seconds)), strict=True)
-        built, sent = bucket_bytes(self.contender), message_bytes(self.contender)
+        comm, steps = zip(*contender.gather((self.comm_seconds, self.trains.step_seconds)), strict=True)
+        built, sent = bucket_bytes(self.trains), message_bytes(self.trains)
         return {
-            "strategy": self.contender.name,
+            "strategy": self.trains.name,
             "bucket_mb": self.bucket_mb,
             "same_buckets_mb": self.same_mb,
             "num_buckets": len(built),
@@ -104,50 +78,50 @@ class Candidate:
             "sent_bytes": sent,
             "step_ms": quantiles(1e3 * second for seconds in steps for second in seconds),
             "comm_ms": 1e3 * quantiles(max(of_round) for of_round in zip(*comm, strict=True))["p50"],
-            "round_seconds": self.contender.block_seconds,
+            "round_seconds": self.trains.block_seconds,
         }
 
 
 def prepare(config: BucketsConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
-    resolved = resolve_ranks(config, torchrun)
-    build_dataset(resolved, first=True)
+    resolved = command.resolve_ranks(config, torchrun)
+    contender.build_dataset(resolved, first=True)
     model = resolved.training.model
     # At most: sizes beyond the model build the same buckets.
-    num_sizes = len({min(size, model_bytes(model.name, **model.options) / MiB) for size in config.all_sizes()})
+    num_sizes = len({min(size, command.model_bytes(model.name, **model.options) / MiB) for size in config.all_sizes()})
     num_models = len(set(map(compute_of, config.strategies))) + len(config.strategies) * (1 + num_sizes)
-    check_models_memory(num_models, resolved, "name fewer sizes with --bucket-mb, or a smaller --model")
-    return start_ranks(run_rank, resolved, config)
+    command.check_models_memory(num_models, resolved, "name fewer sizes with --bucket-mb, or a smaller --model")
+    return command.start_ranks(run_rank, resolved, config)
 
 
 def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> None:
     """What every rank runs; rank 0 prints and writes the result."""
     gc.freeze()  # excludes the imported modules, so that each collection takes milliseconds
-    dataset = build_dataset(resolved, first=False).to(resolved.device)
+    dataset = contender.build_dataset(resolved, first=False).to(resolved.device)
     names = dict.fromkeys(map(compute_of, resolved.strategies))
-    computes = {name: build_contender(name, resolved, world, dataset) for name in names}
+    computes = {name: Contender.build(name, resolved, world, dataset) for name in names}
     num_models = len(computes) + len(resolved.strategies) * len(config.all_sizes())
     with ProgressReport("warm-ups", num_models, shown=world.rank == 0) as progress:
         for name, compute in computes.items():
-            run_block(compute, WARM_UP_STEPS, False)
+            compute.warm_up()
             progress.advance(1, name)
         candidates = [
             one for name in resolved.strategies for one in _candidates(name, config, resolved, world, dataset, progress)
         ]
-    calls = [averages(one.contender) for one in candidates]
+    calls = [averages(one.trains) for one in candidates]
     with ProgressReport("measurements", config.rounds * len(candidates), shown=world.rank == 0) as progress:
         for _ in range(config.rounds):
             for compute in computes.values():
-                run_block(compute, config.steps, True)
+                compute.run(config.steps, timed=True)
             for one, of_one in zip(candidates, calls, strict=True):
-                run_block(one.contender, config.steps, True)
+                one.trains.run(config.steps, timed=True)
                 one.comm_seconds.append(time_calls(of_one, resolved.device).seconds)
-                progress.advance(1, one.contender.name)
+                progress.advance(1, one.trains.name)
     measured = [one.gather() for one in candidates]
     if world.rank == 0:
         seconds = {name: computes[compute_of(name)].block_seconds for name in resolved.strategies}
         rows = [row_of(one, seconds[one["strategy"]], config.steps) for one in measured]
-        where = environment(resolved)
+        where = command.environment(resolved)
         where["notes"] += [
             f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
             f"{size_name(row['bucket_mb'])} and are not measured"
@@ -163,36 +137,31 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
             "rows": rows,
             "recommended": [recommend(name, measured) for name in resolved.strategies],
         }
-        publish(result, KIND, config)
+        command.publish(result, KIND, config)
 
 
 def _candidates(
-    name: str,
-    config: BucketsConfig,
-    resolved: ResolvedConfig,
-    world: World,
-    dataset: Dataset,
-    progress: ProgressReport,
+    name: str, config: BucketsConfig, resolved: ResolvedConfig, world: World, dataset: Dataset, progress: ProgressReport
 ) -> list[Candidate]:
     """One candidate for each different set of buckets. A contender whose buckets exist already is freed at once."""
     found: dict[tuple[int, ...], Candidate] = {}
     for size in config.all_sizes():
-        contender = build_contender(name, resolved, world, dataset, size)
-        run_block(contender, WARM_UP_STEPS, False)
+        one = Contender.build(name, resolved, world, dataset, size)
+        one.warm_up()
         progress.advance(1, name)
-        built = tuple(bucket_bytes(contender))
+        built = tuple(bucket_bytes(one))
         if built in found:
             found[built].same_mb.append(size)
         else:
-            found[built] = Candidate(contender, size)
-        del contender
+            found[built] = Candidate(one, size)
+        del one
         gc.collect()
     return list(found.values())
 
 
 def row_of(measured: dict[str, Any], compute_seconds: Sequence[float], steps: int) -> dict[str, Any]:
     """The row of a candidate, as in the JSON file."""
-    exposed = exposed_ms(measured["round_seconds"], compute_seconds, [steps] * len(compute_seconds))
+    exposed = contender.exposed_ms(measured["round_seconds"], compute_seconds, [steps] * len(compute_seconds))
     row = {key: value for key, value in measured.items() if key != "round_seconds"}
     return {**row, "exposed_comm_ms": exposed, "overlap_pct": overlap_pct(row["comm_ms"], exposed)}
 
@@ -237,7 +206,7 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     )
     asked = ("largest bucket", "step ms p20/p50/p80", "exposed ms", "hidden")
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), asked=asked)
-    return [*environment_lines(result["environment"]), table, recommendation(result["recommended"])]
+    return [*command.environment_lines(result["environment"]), table, recommendation(result["recommended"])]
 
 
 def recommendation(recommended: list[dict[str, Any]]) -> str:
@@ -281,7 +250,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
         found = {row["bucket_mb"]: row for row in result["rows"] if row["strategy"] == strategy}
         rows = [found.get(size) for size in sizes]
         times = [row and row["step_ms"] for row in rows]
-        steps.append(spread_series(strategy, x, times, style="line+points", color=place))
+        steps.append(command.spread_series(strategy, x, times, style="line+points", color=place))
         for name, key in (("alone", "comm_ms"), ("exposed", "exposed_comm_ms")):
             y = [row and row[key] for row in rows]
             comm.append(Series(name=f"{strategy}, {name}", x=x, y=y, style="line+points"))
@@ -291,4 +260,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-KIND = Kind(BucketsConfig, prepare, lambda result: "recommended" in result, "Bucket sizes", parts, charts)
+KIND = command.Kind(BucketsConfig, prepare, lambda result: "recommended" in result, "Bucket sizes", parts, charts)

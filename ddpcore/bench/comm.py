@@ -14,22 +14,11 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ddpcore.bench.command import (
-    Kind,
-    check_memory,
-    environment,
-    environment_lines,
-    free_memory,
-    has,
-    publish,
-    resolve_ranks,
-    start_ranks,
-)
+from ddpcore.bench import command
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
 from ddpcore.bench.contender import gather
 from ddpcore.comm import Communicator, choose_transport, connect
-from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.connect import Connection
+from ddpcore.comm.connect import TRANSPORTS, Connection
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of
@@ -80,7 +69,7 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
         f"data.batch_size={num_ranks}",
     )
     bench = BenchConfig(settings=settings, world_size=config.world_size)
-    resolved = resolve_ranks(bench, torchrun)
+    resolved = command.resolve_ranks(bench, torchrun)
     chosen, hosts = [], 1 if torchrun is None else torchrun.num_hosts
     for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:
         try:
@@ -91,25 +80,21 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
                 raise
     processes = resolved.world_size if resolved.device == "cpu" else 1
     per_mib = processes * len(chosen) * BUFFERS * MiB
-    largest = max(1, int(min(free_memory(resolved.device) / per_mib, config.max_mib)))
+    largest = max(1, int(min(command.free_memory(resolved.device) / per_mib, config.max_mib)))
     advice = f"take --max-mib {largest}, or name one --transport"
-    check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)
-    return start_ranks(run_rank, resolved, config, tuple(chosen))
+    command.check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)
+    return command.start_ranks(run_rank, resolved, config, tuple(chosen))
 
 
 class Lane:
-    """One transport and the row that it sends. The values of rank r are a fixed pattern plus r.
-
-    Attributes:
-        rows: ``[1, numel]``, in memory that the transport prefers.
-    """
+    """One transport and the row that it sends. The values of rank r are a fixed pattern plus r."""
 
     def __init__(self, transport: str, numel: int, device: torch.device) -> None:
         group = dist.group.WORLD
         assert group is not None
         self.transport, self.device = transport, device
         self.comm: Communicator = connect(group, device, Connection(transport=transport))
-        self.rows = self.comm.allocate((1, numel), torch.float32, device)
+        self.rows = self.comm.allocate((1, numel), torch.float32, device)  # in memory that the transport prefers
         self.num_steps = 0
 
     def fill(self) -> None:
@@ -134,16 +119,11 @@ def num_wrong(row: Tensor, offset: float) -> int:
 
 @dataclass(frozen=True)
 class Operation:
-    """A measured operation.
-
-    Attributes:
-        topology: None for the average over all ranks.
-        mixes: whether the neighbours' rows are averaged or only received.
-    """
+    """A measured operation."""
 
     name: str
-    topology: Topology | None = None
-    mixes: bool = False
+    topology: Topology | None = None  # None for the average over all ranks
+    mixes: bool = False  # whether the neighbours' rows are averaged or only received
 
     def call(self, lane: Lane) -> list[Tensor]:
         """Run the operation; returns its output rows."""
@@ -186,11 +166,7 @@ OPERATIONS = (
 
 
 def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transports: tuple[str, ...]) -> None:
-    """What every rank runs; rank 0 prints and writes the result.
-
-    Raises:
-        RuntimeError: on every rank, wrong values arrived.
-    """
+    """What every rank runs; rank 0 prints and writes the result. RuntimeError: on every rank, wrong values arrived."""
     gc.freeze()  # excludes the imported modules, so that each collection takes milliseconds
     notes: list[str] = []
     rows = []
@@ -204,9 +180,9 @@ def run_rank(world: World, resolved: ResolvedConfig, config: CommConfig, transpo
             del lanes  # frees the buffers that a connection keeps for each size
             gc.collect()
     if world.rank == 0:
-        where = environment(resolved)
+        where = command.environment(resolved)
         where = {**where, "transport": None, "transport_reason": None, "notes": where["notes"] + notes}
-        publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, KIND, config)
+        command.publish({"environment": where, "world_size": resolved.world_size, "rows": rows}, KIND, config)
     wrong = sorted({f"{row['op']} over {row['transport']}" for row in rows if row["num_wrong"]})
     if wrong:
         raise RuntimeError(f"wrong values arrived: {', '.join(wrong)}")
@@ -279,7 +255,7 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     title = f"{result['world_size']} ranks, slowest rank's time"
     asked = ("transport", "size", "time us p50", "algbw GB/s", "busbw GB/s", "#wrong")
     table = table_of(_COLUMNS, rows, title=title, left=("op", "transport"), asked=asked, group="op")
-    return [*environment_lines(result["environment"]), table]
+    return [*command.environment_lines(result["environment"]), table]
 
 
 def _bytes(size: int) -> str:
@@ -302,18 +278,16 @@ _COLUMNS = {
 
 def charts(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result, as in the JSON file."""
-    found = []
-    for op in dict.fromkeys(row["op"] for row in result["rows"]):
-        series = []
-        rows = [row for row in result["rows"] if row["op"] == op]
-        for transport in dict.fromkeys(row["transport"] for row in rows):
-            mine = sorted((row for row in rows if row["transport"] == transport), key=lambda row: row["size_bytes"])
-            x, y = [row["size_bytes"] for row in mine], [row["busbw_gb_per_s"] for row in mine]
-            series.append(Series(name=transport, x=x, y=y, style="line+points"))
-        found.append(
-            Chart(title=f"Bandwidth: {op}", x_label="bytes", y_label="bus bandwidth, GB/s", series=series, log_x=True)
-        )
-    return found
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in result["rows"]:
+        points = found.setdefault(row["op"], {}).setdefault(row["transport"], [])
+        points.append((row["size_bytes"], row["busbw_gb_per_s"]))
+    drawn, y_label = [], "bus bandwidth, GB/s"
+    for op, lanes in found.items():
+        lines = {transport: zip(*sorted(points), strict=True) for transport, points in lanes.items()}
+        series = [Series(name=name, x=x, y=y, style="line+points") for name, (x, y) in lines.items()]
+        drawn.append(Chart(title=f"Bandwidth: {op}", x_label="bytes", y_label=y_label, series=series, log_x=True))
+    return drawn
 
 
-KIND = Kind(CommConfig, prepare, has("op"), "Operations over transports", parts, charts)
+KIND = command.Kind(CommConfig, prepare, command.has("op"), "Operations over transports", parts, charts)

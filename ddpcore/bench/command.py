@@ -46,11 +46,7 @@ def model_bytes(name: str, **options: Any) -> int:
 
 
 def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) -> None:
-    """Check that this number of contenders, each with its own model, fits into memory.
-
-    Raises:
-        ValueError: see :func:`check_memory`.
-    """
+    """Raise ValueError unless this number of contenders, each with its own model, fits into memory."""
     ranks, model = resolved.world_size if resolved.device == "cpu" else 1, resolved.training.model
     needed = ranks * COPIES * model_bytes(model.name, **model.options) * num_models
     check_memory(f"{num_models} copies of {model.name}", needed, resolved.device, advice)
@@ -68,11 +64,7 @@ def free_memory(device: str) -> float:
 
 
 def check_memory(what: str, needed: float, device: str, advice: str) -> None:
-    """Check that this many bytes are free, because the system kills processes without a message if memory runs out.
-
-    Raises:
-        ValueError: too few are free; the message begins with ``what`` and ends with ``advice``.
-    """
+    """Raise ValueError unless this many bytes are free: where memory runs out, the system kills without a message."""
     free, need = free_memory(device), f"{what} need about {needed / 1e9:.1f} GB of memory"
     if needed > free:
         raise ValueError(f"{need} and {free / 1e9:.1f} GB are free: {advice}")
@@ -81,29 +73,19 @@ def check_memory(what: str, needed: float, device: str, advice: str) -> None:
 class Kind(NamedTuple):
     """A command, and the kind of its results.
 
-    Attributes:
-        options: the class of its flags.
-        prepare: checks the options on this machine, with torchrun's world or None, and returns a function that runs the
-            command. It raises ValueError, in one line, before any process starts.
-        knows: whether a JSON file with rows is such a result.
-        title: of its section of the page.
-        parts: its tables and sentences.
-        charts: its charts.
+    ``prepare`` checks the options on this machine, with torchrun's world or None, and returns a function that runs the
+    command. It raises ValueError, in one line, before any process starts.
     """
 
-    options: type[Options]
+    options: type[Options]  # of its flags
     prepare: Callable[[Any, World | None], Callable[[], None]]
-    knows: Callable[[dict[str, Any]], bool]
-    title: str
-    parts: Callable[[dict[str, Any]], Sequence[Table | str]]
+    knows: Callable[[dict[str, Any]], bool]  # whether a JSON file with rows is such a result
+    title: str  # of its section of the page
+    parts: Callable[[dict[str, Any]], Sequence[Table | str]]  # its tables and sentences
     charts: Callable[[dict[str, Any]], Sequence[Chart]]
 
     def draw(self, result: dict[str, Any], path: Path) -> None:
-        """Draw the charts of a result (as in the JSON file) into a PNG or SVG file.
-
-        Raises:
-            ValueError: see :func:`ddpcore.display.chart.check_plot`; or no row has a number to draw.
-        """
+        """Draw the charts of a result (as in the JSON file). ValueError as ``check_plot``, or no row has a number."""
         from ddpcore.display.picture import plot_charts  # noqa: PLC0415  matplotlib takes half a second to import
 
         drawn = with_values(self.charts(result))
@@ -174,27 +156,18 @@ def publish(result: dict[str, Any], kind: Kind, options: Options) -> None:
 
 
 def resolve_here(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
-    """The config on this machine, for torchrun's ranks or the ranks that will be started.
-
-    Raises:
-        ValueError: see :func:`ddpcore.bench.config.resolve`.
-    """
+    """:func:`ddpcore.bench.config.resolve` on this machine, for torchrun's ranks or the ranks that will be started."""
     world_size = config.world_size or (4 if torchrun is None else torchrun.world_size)
     num_hosts = 1 if torchrun is None else torchrun.num_hosts
     return resolve(config, world_size=world_size, num_gpus=torch.cuda.device_count(), num_hosts=num_hosts)
 
 
 def resolve_ranks(config: BenchConfig, torchrun: World | None) -> ResolvedConfig:
-    """Like :func:`resolve_here`, for commands that measure communication between ranks.
-
-    Raises:
-        ValueError: see there; or there is only one rank, or the learners would be virtual.
-    """
+    """Like :func:`resolve_here`, for communication of ranks: ValueError if there is one, or learners are virtual."""
     resolved = resolve_here(config, torchrun)
     if resolved.world_size < 2:
         raise ValueError("--world-size is 1 and communication needs two ranks: take 2 or more")
-    if resolved.choice.backend == "virtual":
-        raise ValueError(
-            f"{resolved.choice.reason} and this command needs real ranks: take the device cpu, or fewer ranks"
-        )
+    if resolved.is_virtual:
+        advice = "this command needs real ranks: take the device cpu, or fewer ranks"
+        raise ValueError(f"{resolved.choice.reason} and {advice}")
     return resolved

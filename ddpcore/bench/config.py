@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
-from ddpcore.comm.choice import BACKENDS
+from ddpcore.comm.connect import BACKENDS
 from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
@@ -46,17 +46,13 @@ _OF_RANKS = ("transport", "link", "learners")  # of the section strategy, see Re
 
 
 class Silent(Strategy):
-    """Every learner steps alone, with the hooks and the optimizer of ddpcore. Nothing is sent.
-
-    Args:
-        topology: that of the run; nobody averages over it.
-    """
+    """Every learner steps alone, with the hooks and the optimizer of ddpcore. Nothing is sent."""
 
     name: ClassVar[str] = "silent"
     traits: ClassVar[Traits] = Traits(quarantines=True)  # in an average that never comes
 
     def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology
+        self.topology = topology  # of the run; nobody averages over it
 
     @override
     def plan(self, step: int) -> Plan:
@@ -67,10 +63,8 @@ class Silent(Strategy):
 class Options:
     """Options of a command. The docstring of a subclass is the description of its command.
 
-    The constructor checks everything that can be checked before data are read and ranks are started.
-
-    Raises:
-        ValueError: an option is wrong; the message is one line that gives the reason and what to do.
+    The constructor checks all that can be checked before data are read and ranks start. ValueError, in one line, gives
+    the reason and what to do.
     """
 
     json: Path | None = field(None, "write the result to this file", is_file=True)
@@ -106,11 +100,7 @@ class BenchConfig(Options):
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The sections of the training, with the options of all strategies in the section ``strategy``.
-
-        Raises:
-            ValueError: a setting is wrong, or no strategy has it.
-        """
+        """The sections of the training, ``strategy`` with the options of all. ValueError: a setting is wrong."""
         given = parse_settings(self.settings)
         check_settings(given)
         values = merged(self.DEFAULTS, given)
@@ -125,13 +115,11 @@ class BenchConfig(Options):
         options = [option for name in strategies for option in STRATEGIES.options(name)]
         for key in values.get("strategy", ()):
             if key not in (*options, *StrategyConfig.PLAIN):
-                raise ValueError(
-                    f"no strategy of {', '.join(strategies)} has the option {key!r}: {suggest(key, options)}"
-                )
+                unknown = f"no strategy of {', '.join(strategies)} has the option {key!r}"
+                raise ValueError(f"{unknown}: {suggest(key, options)}")
         if "name" not in values["data"]:
             spec = MODELS.spec(values["model"]["name"])
-            known = DataConfig.PLAIN
-            takes_digits = spec.fits((1, 8, 8)) and all(key in known for key in values["data"])
+            takes_digits = spec.fits((1, 8, 8)) and all(key in DataConfig.PLAIN for key in values["data"])
             name = "python_text" if spec.tokens else "digits" if takes_digits else "synthetic"
             values["data"] = {**values["data"], "name": name}
         return values
@@ -154,14 +142,8 @@ class BenchConfig(Options):
 
         Baselines use the optimizer of torch, as users of torch do. The other strategies use the one of ddpcore.
 
-        Args:
-            strategy: name of the strategy.
-            here: fields that depend on the machine, by section.
-            options: of the strategy, in addition to those of the settings.
-            batch_size: in place of the one of the settings.
-
-        Raises:
-            ValueError: the settings do not fit together.
+        ``here`` has fields that depend on the machine, by section. ``options`` of the strategy are added to those of
+        the settings, and ``batch_size`` replaces theirs. ValueError: the settings do not fit together.
         """
         without_us = is_baseline(strategy)
         of_all, fields = self.values.get("strategy", {}), StrategyConfig.PLAIN
@@ -183,22 +165,17 @@ class BenchConfig(Options):
         return self.train_config(name).checked_strategy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ResolvedConfig:
-    """A config with all values that depend on the machine. It is the same on every rank.
-
-    Attributes:
-        transport: None for virtual learners.
-        notes: lines to print above the table.
-    """
+    """A config with all values that depend on the machine. It is the same on every rank."""
 
     config: BenchConfig
     world_size: int
     strategies: tuple[str, ...]
     device: str
     choice: Choice
-    transport: Transport | None
-    notes: tuple[str, ...]
+    transport: Transport | None  #: None for virtual learners
+    notes: tuple[str, ...]  #: lines to print above the table
 
     @property
     def is_virtual(self) -> bool:
@@ -228,11 +205,7 @@ class ResolvedConfig:
     def train_config(
         self, strategy: str, *, options: Mapping[str, Any] | None = None, batch_size: int | None = None
     ) -> TrainConfig:
-        """The config of the training run of one strategy on this machine.
-
-        Raises:
-            ValueError: see :meth:`BenchConfig.train_config`.
-        """
+        """The config of the training run of one strategy here. ValueError as :meth:`BenchConfig.train_config`."""
         here: dict[str, Any] = {"learners": 1 if self.is_alone(strategy) else self.world_size}
         if not is_baseline(strategy):
             here |= {"link": self.config.value("strategy.link"), "transport": self.transport_name or "auto"}
@@ -241,10 +214,9 @@ class ResolvedConfig:
 
 
 def resolve_device(device: str, num_gpus: int, before: str = "--device ") -> str:
-    """``cpu`` or ``cuda``; for ``auto`` it is ``cuda`` if there is a GPU, else ``cpu``.
+    """``cpu`` or ``cuda``, which ``auto`` is where there is a GPU. ValueError: there is none for cuda.
 
-    Raises:
-        ValueError: cuda was requested and there is no GPU; ``before`` is how a user writes the option.
+    ``before`` is how a user writes the option.
     """
     if device == "cuda" and not num_gpus:
         raise ValueError(f"{before}cuda: torch {torch.__version__} sees no GPU: use {before}cpu")
@@ -252,10 +224,9 @@ def resolve_device(device: str, num_gpus: int, before: str = "--device ") -> str
 
 
 def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: int = 1) -> ResolvedConfig:
-    """Choose the device, the connection and the strategies, and check that the topology fits the world size.
+    """Choose the device, the connection and the strategies.
 
-    Raises:
-        ValueError: the topology does not fit, or this machine lacks a requested device or connection.
+    ValueError: the topology does not fit the world size, or this machine lacks a requested device or connection.
     """
     device = resolve_device(config.value("run.device"), num_gpus, "run.device=")
     wanted = config.value("strategy.transport")
@@ -274,9 +245,8 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     if choice.backend == "virtual":
         of_ranks = [name for name in chosen if "virtual" not in config.strategy(name).traits.transports]
         if of_ranks and config.strategies is not None:
-            raise ValueError(
-                f"{of_ranks[0]} needs real ranks: leave it out of --strategies, or use --backend gloo or nccl"
-            )
+            advice = "leave it out of --strategies, or use --backend gloo or nccl"
+            raise ValueError(f"{of_ranks[0]} needs real ranks: {advice}")
         chosen = tuple(name for name in chosen if name not in of_ranks)
         notes += [f"{name} needs real ranks and is left out: the ratio to it is unknown" for name in of_ranks]
     for name in chosen:
@@ -289,12 +259,4 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
                 check_transport(strategy, "virtual" if transport is None else transport.name)
             strategy.setup(world_size, torch.float32)
             check_on_nonfinite(config.value("strategy.on_nonfinite"), strategy, world_size)
-    return ResolvedConfig(
-        config=config,
-        world_size=world_size,
-        strategies=chosen,
-        device=device,
-        choice=choice,
-        transport=transport,
-        notes=tuple(notes),
-    )
+    return ResolvedConfig(config, world_size, chosen, device, choice, transport, tuple(notes))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.bench.config import SILENT, ResolvedConfig
-from ddpcore.comm.groups import Call, barrier, default_group
+from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.comm.reductions import all_reduce_bytes
 from ddpcore.data import Dataset, ShardedBatches
 from ddpcore.parameters.flat import MiB
@@ -36,24 +36,40 @@ WARM_UP_STEPS = 3  # DDP rebuilds its buckets after its first step, ddpcore befo
 
 @dataclass
 class Contender:
-    """A strategy on this rank.
-
-    Attributes:
-        trainer: None if this rank is idle, because the strategy trains one learner, on rank 0.
-        strategy: that it trains with, for questions about it.
-        step_seconds: of every timed step on this rank.
-        block_seconds: of every timed block, until the slowest rank was done.
-        block_samples: samples of every timed block, of all learners.
-        losses: ``[L]`` for each step.
-    """
+    """A strategy on this rank."""
 
     name: str
-    trainer: Trainer | None
-    strategy: Strategy | Baseline
-    step_seconds: list[float] = field(default_factory=list)
-    block_seconds: list[float] = field(default_factory=list)
-    block_samples: list[int] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
+    trainer: Trainer | None  # None if this rank is idle, because the strategy trains one learner, on rank 0
+    strategy: Strategy | Baseline  # that it trains with, for questions about it
+    step_seconds: list[float] = field(default_factory=list)  # of every timed step on this rank
+    block_seconds: list[float] = field(default_factory=list)  # of every timed block, until the slowest rank was done
+    block_samples: list[int] = field(default_factory=list)  # of every timed block, of all learners
+    losses: list[Tensor] = field(default_factory=list)  # [L] for each step
+
+    @classmethod
+    def build(
+        cls, name: str, resolved: ResolvedConfig, world: World, dataset: Dataset, bucket_mb: float = DEFAULT_BUCKET_MB
+    ) -> Contender:
+        """The contender of a strategy, with the same initial weights as every other.
+
+        ``bucket_mb`` is the largest bucket of averaged gradients; infinity puts all gradients into one bucket.
+        """
+        if is_idle(name, resolved, world):
+            return cls(name, None, resolved.config.strategy(name))
+        strategy, data = HIDDEN.get(name, name), resolved.training.data
+        own_size = data.learners_batch[world.rank] if data.learners_batch else data.batch_size // resolved.world_size
+        share = own_size if name == COMPUTE else None
+        own = ddp_options(bucket_mb) if STRATEGIES.takes(strategy, "bucket_cap_mb") else {}
+        config = resolved.train_config(strategy, options=own, batch_size=share)
+        options: dict[str, Any] = {}
+        if not is_baseline(strategy):
+            largest = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
+            first = largest if bucket_mb == math.inf else min(largest, MiB)
+            options = {"buckets": {"bucket_bytes": largest, "first_bucket_bytes": first}}
+            options |= {} if resolved.is_virtual else {"learners": None}
+        is_spread = not resolved.is_alone(strategy) and not resolved.is_virtual
+        placement = LearnerPlacement.of(config, world if is_spread else World())
+        return cls(name, build_trainer(placement, dataset, **options), config.checked_strategy)
 
     @property
     def active(self) -> Trainer:
@@ -61,24 +77,34 @@ class Contender:
         assert self.trainer is not None
         return self.trainer
 
-    def run_steps(self, num_steps: int, timed: bool) -> None:
-        """Train for some steps; keep their times if ``timed``."""
-        if self.trainer is None:
-            return
-        cuda = self.trainer.dataset.train.labels.is_cuda
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            try:
-                loss = self.trainer.step()
-            except NonFiniteError:  # weights that overflowed: this strategy has diverged
-                if dist.is_initialized():
-                    raise
-                loss = torch.full((len(self.trainer.learners),), math.nan)
-            if cuda:
-                torch.cuda.synchronize()
-            if timed:
-                self.step_seconds.append(time.perf_counter() - start)
-            self.losses.append(loss)
+    def warm_up(self) -> None:
+        """Train until all buffers have their final form. Collective."""
+        self.run(WARM_UP_STEPS, timed=False)
+
+    def run(self, num_steps: int, *, timed: bool) -> None:
+        """Train for a block of steps, until the slowest rank is done; keep the times if ``timed``. Collective."""
+        barrier("the start of a block of steps")
+        start = time.perf_counter()
+        for _ in range(0 if self.trainer is None else num_steps):
+            self._step(self.active, timed)
+        barrier("the end of a block of steps")
+        if timed:
+            self.block_samples.append(0 if self.trainer is None else num_steps * self.trainer.batches.batch_size)
+            self.block_seconds.append(time.perf_counter() - start)
+
+    def _step(self, trainer: Trainer, timed: bool) -> None:
+        start = time.perf_counter()
+        try:
+            loss = trainer.step()
+        except NonFiniteError:  # weights that overflowed: this strategy has diverged
+            if dist.is_initialized():
+                raise
+            loss = torch.full((len(trainer.learners),), math.nan)
+        if trainer.dataset.train.labels.is_cuda:
+            torch.cuda.synchronize()
+        if timed:
+            self.step_seconds.append(time.perf_counter() - start)
+        self.losses.append(loss)
 
     def bytes_per_step(self, world_size: int) -> float | None:
         """Bytes that one learner sends in a step; None if unknown.
@@ -92,17 +118,6 @@ class Contender:
             return handle.learner.comm.bytes_sent / max(1, handle.learner.step)
         numel = sum(parameter.numel() for parameter in handle.model.parameters())
         return float(all_reduce_bytes(4 * numel, world_size)) if self.strategy.traits.averages_gradients else None
-
-
-def run_block(one: Contender, num_steps: int, timed: bool) -> None:
-    """Train for a block of steps, which ends when the slowest rank is done. Collective."""
-    barrier("the start of a block of steps")
-    start = time.perf_counter()
-    one.run_steps(num_steps, timed)
-    barrier("the end of a block of steps")
-    if timed:
-        one.block_samples.append(0 if one.trainer is None else num_steps * one.trainer.batches.batch_size)
-        one.block_seconds.append(time.perf_counter() - start)
 
 
 def compute_of(name: str) -> str:
@@ -122,20 +137,15 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
 
 def gather(value: Any) -> list[Any]:
     """The value of every rank. Collective."""
-    everyone = [value]
-    if dist.is_initialized():
-        everyone *= dist.get_world_size()
-        with Call(default_group(None), "the gathering of the results"):
-            dist.all_gather_object(everyone, value)
-    return everyone
+    if not dist.is_initialized():
+        return [value]
+    return gather_objects(default_group(None), value, "the gathering of the results")
 
 
 def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
     """The data set of a run, on the CPU. ``first`` also downloads and verifies its files and builds the model once.
 
-    Raises:
-        ValueError: files are missing or damaged, the model does not accept such samples or options, or the batch is
-            too large.
+    ValueError: files are missing or damaged, or the model refuses such samples or options, or the batch is too large.
     """
     config = resolved.config.train_config(SILENT)  # all strategies have the same data and model
     dataset = read_dataset(config, first=first)
@@ -146,41 +156,13 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
     return dataset
 
 
-def build_contender(
-    name: str, resolved: ResolvedConfig, world: World, dataset: Dataset, bucket_mb: float = DEFAULT_BUCKET_MB
-) -> Contender:
-    """The contender of a strategy, with the same initial weights as every other.
-
-    ``bucket_mb`` is the largest bucket of averaged gradients; infinity puts all gradients into one bucket.
-    """
-    if is_idle(name, resolved, world):
-        return Contender(name, None, resolved.config.strategy(name))
-    strategy = HIDDEN.get(name, name)
-    data = resolved.training.data
-    own_size = data.learners_batch[world.rank] if data.learners_batch else data.batch_size // resolved.world_size
-    share = own_size if name == COMPUTE else None
-    own = ddp_options(bucket_mb) if STRATEGIES.takes(strategy, "bucket_cap_mb") else {}
-    config = resolved.train_config(strategy, options=own, batch_size=share)
-    options: dict[str, Any] = {}
-    if not is_baseline(strategy):
-        options = {} if resolved.is_virtual else {"learners": None}
-        options["buckets"] = bucket_options(bucket_mb)
-    is_spread = not resolved.is_alone(strategy) and not resolved.is_virtual
-    placement = LearnerPlacement.of(config, world if is_spread else World())
-    return Contender(name, build_trainer(placement, dataset, **options), config.checked_strategy)
-
-
 def is_idle(name: str, resolved: ResolvedConfig, world: World) -> bool:
     """Whether a contender leaves this rank idle."""
     return world.rank != 0 and name not in HIDDEN and resolved.is_alone(name)
 
 
 def parse_sizes(names: Sequence[str]) -> list[float]:
-    """Bucket sizes in MiB from the command line; ``one``, a single bucket for all gradients, is infinity.
-
-    Raises:
-        ValueError: a text is not a size, or a size occurs twice.
-    """
+    """Bucket sizes of the command line in MiB; ``one``, a single bucket, is infinity. ValueError: no size, or twice."""
     sizes = []
     for name in names:
         try:
@@ -197,10 +179,3 @@ def parse_sizes(names: Sequence[str]) -> list[float]:
 def ddp_options(bucket_mb: float) -> dict[str, Any]:
     """Options of the strategy ``ddp``; none for the default size, because a cap also limits DDP's first bucket."""
     return {} if bucket_mb == DEFAULT_BUCKET_MB else {"bucket_cap_mb": min(bucket_mb, LARGEST_BUCKET_MB)}
-
-
-def bucket_options(bucket_mb: float) -> dict[str, Any]:
-    """Arguments of :func:`ddpcore.distribute`."""
-    bucket_bytes = int(min(bucket_mb, LARGEST_BUCKET_MB) * MiB)
-    first = bucket_bytes if bucket_mb == math.inf else min(bucket_bytes, MiB)
-    return {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first}

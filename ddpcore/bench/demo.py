@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -34,6 +34,7 @@ from ddpcore.topology.regular import Complete
 
 LEARNING_RATES = (0.3, 1.0, 1.2, 1.8)
 STRATEGIES: dict[str, Callable[[], SSGD | DPSGD]] = {"ssgd": SSGD, "dpsgd": partial(DPSGD, topology=Complete())}
+NAMES = {"ssgd": "SSGD: averages gradients", "dpsgd": "DPSGD: averages weights"}
 FAILED_PCT = 20.0  # a test error above this says that the run has failed
 
 
@@ -54,12 +55,12 @@ def prepare(config: DemoConfig, torchrun: World | None) -> Callable[[], None]:
     """Check that it can run here; return a function that runs it."""
     if torchrun is not None:
         raise ValueError("the demo runs in one process: start it without torchrun")
-    return lambda: _run(config)
 
+    def run() -> None:
+        torch.set_num_threads(1)  # the model is so small that threads only wait for each other
+        publish(measure(config), KIND, config)
 
-def _run(config: DemoConfig) -> None:
-    torch.set_num_threads(1)  # the model is so small that threads only wait for each other
-    publish(measure(config), KIND, config)
+    return run
 
 
 def measure(config: DemoConfig) -> dict[str, Any]:
@@ -73,16 +74,9 @@ def measure(config: DemoConfig) -> dict[str, Any]:
             for seed in range(config.seed, config.seed + config.seeds):
                 errors.append(_test_error_pct(config, dataset, name, lr, seed))
                 progress.advance(1, f"{name}, learning rate {lr:g}")
+            found = {"test_error_pct": errors, "median_pct": median(errors)}
             num_failed = sum(error > FAILED_PCT for error in errors)
-            rows.append(
-                {
-                    "lr": lr,
-                    "strategy": name,
-                    "test_error_pct": errors,
-                    "median_pct": median(errors),
-                    "num_failed": num_failed,
-                }
-            )
+            rows.append({"lr": lr, "strategy": name, **found, "num_failed": num_failed})
     settings = {name: getattr(config, name) for name in ("learners", "batch_size", "steps", "seeds")}
     return {**settings, "failed_above_pct": FAILED_PCT, "seconds": time.perf_counter() - start, "rows": rows}
 
@@ -106,9 +100,6 @@ def _test_error_pct(config: DemoConfig, dataset: Dataset, strategy: str, lr: flo
     with torch.no_grad():
         wrong = handle.evaluation_model()(inputs).argmax(dim=1) != labels
     return 100 * wrong.double().mean().item()
-
-
-NAMES = {"ssgd": "SSGD: averages gradients", "dpsgd": "DPSGD: averages weights"}
 
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
@@ -137,13 +128,11 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     """The test error of each run over the learning rate, and a line through the medians."""
     series = []
     for strategy, color in (("ssgd", 1), ("dpsgd", 0)):
-        rows = [row for row in result["rows"] if row["strategy"] == strategy]
-        medians = Series(name=NAMES[strategy], x=[row["lr"] for row in rows], y=[row["median_pct"] for row in rows])
-        runs = [(row["lr"], error) for row in rows for error in row["test_error_pct"]]
-        points = Series(
-            name=f"{strategy}, a run", x=[lr for lr, _ in runs], y=[error for _, error in runs], style="points"
-        )
-        series += [replace(medians, color=color), replace(points, color=color, group=medians.name)]
+        rows, name = [row for row in result["rows"] if row["strategy"] == strategy], NAMES[strategy]
+        medians = Series(name=name, x=[row["lr"] for row in rows], y=[row["median_pct"] for row in rows], color=color)
+        x = [row["lr"] for row in rows for _ in row["test_error_pct"]]
+        y = [error for row in rows for error in row["test_error_pct"]]
+        series += [medians, Series(name=f"{strategy}, a run", x=x, y=y, style="points", color=color, group=name)]
     title = f"{result['learners']} learners, handwritten digits: each run, and the median"
     return [Chart(title=title, x_label="learning rate", y_label="test error, %", series=series, log_y=True)]
 

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from rich.table import Table
 from ddpcore.bench import findings
 from ddpcore.bench.command import Kind, model_bytes, publish
 from ddpcore.bench.config import Options
-from ddpcore.comm.choice import choose_backend
+from ddpcore.comm.connect import choose_backend
 from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.display.table import number, table_of
 from ddpcore.models import MODELS
@@ -76,22 +77,16 @@ def run_rank(world: World, config: DoctorConfig) -> None:
         links = measured_links(world, everyone, device)
     if world.rank:
         return
-    hosts = everyone[:: world.local_world_size]
+    hosts, costs = everyone[:: world.local_world_size], None
     problems = [problem for one in hosts for problem in findings.of_host(one)]
     problems += findings.slow_ranks(seconds, [one["host"] for one in everyone]) + findings.slow_links(links)
     num_bytes = None if config.parameters is None else 4e6 * config.parameters
     num_bytes = num_bytes if config.model is None else model_bytes(config.model)
-    result: dict[str, Any] = {
-        "hosts": hosts,
-        "work_ms": [1e3 * one for one in seconds],
-        "rows": links,
-        "problems": problems,
-        "costs": None,
-    }
     if links and num_bytes is not None:
         slowest = min(links, key=lambda link: link["bytes_per_s"])
-        result["costs"] = findings.costs(num_bytes, config.step_ms / 1e3, world.world_size, slowest)
-    publish(result, KIND, config)
+        costs = findings.costs(num_bytes, config.step_ms / 1e3, world.world_size, slowest)
+    work_ms = [1e3 * one for one in seconds]
+    publish({"hosts": hosts, "work_ms": work_ms, "rows": links, "problems": problems, "costs": costs}, KIND, config)
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -146,16 +141,13 @@ def work(device: torch.device) -> float:
 
 def measured_links(world: World, everyone: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
     """Latency and bandwidth between each pair of hosts, by the first rank of each; of one host, its first two ranks."""
-    firsts = list(range(0, world.world_size, world.local_world_size))
-    firsts = firsts if len(firsts) > 1 else [0, 1]
-    rows = []
-    for place, first in enumerate(firsts):
-        for second in firsts[place + 1 :]:
-            barrier("the start of a measurement")
-            mine = measured_link(world.rank, first, second, device) if world.rank in (first, second) else None
-            found = gather_objects(default_group(None), mine, "a link", TIMEOUT)[first]
-            hosts = [everyone[rank]["host"] for rank in (first, second)]
-            rows.append({"hosts": hosts, "interface": everyone[first]["interface"], **found})
+    firsts, rows = list(range(0, world.world_size, world.local_world_size)), []
+    for first, second in combinations(firsts if len(firsts) > 1 else [0, 1], 2):
+        barrier("the start of a measurement")
+        mine = measured_link(world.rank, first, second, device) if world.rank in (first, second) else None
+        found = gather_objects(default_group(None), mine, "a link", TIMEOUT)[first]
+        hosts = [everyone[rank]["host"] for rank in (first, second)]
+        rows.append({"hosts": hosts, "interface": everyone[first]["interface"], **found})
     return rows
 
 
@@ -189,11 +181,9 @@ def measured_link(rank: int, first: int, second: int, device: torch.device) -> d
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
     hosts = table_of(_HOSTS, result["hosts"], title="hosts", left=("host", "interface", "kernels", "torch"))
-    found: list[Table | str] = [hosts]
-    if result["rows"]:
-        found.append(table_of(_LINKS, result["rows"], title="links, one message each way", left=("between",)))
-    else:
-        found.append("one process: start ddpcore doctor by torchrun on all hosts to measure the network between them")
+    alone = "one process: start ddpcore doctor by torchrun on all hosts to measure the network between them"
+    links = table_of(_LINKS, result["rows"], title="links, one message each way", left=("between",))
+    found: list[Table | str] = [hosts, links if result["rows"] else alone]
     found += [f"problem: {problem}" for problem in result["problems"]] or ["no problem was found"]
     if (costs := result["costs"]) is not None:
         times = ", ".join(f"{name} {1e3 * costs[name]:.1f} ms" for name in ("ssgd", "dpsgd", "local_sgd"))

@@ -21,11 +21,7 @@ LONGEST = 10_000  # H
 
 
 def of_host(facts: Mapping[str, Any]) -> list[str]:
-    """The problems of one host.
-
-    Args:
-        facts: see :func:`ddpcore.bench.doctor.facts`.
-    """
+    """The problems of one host, see :func:`ddpcore.bench.doctor.facts`."""
     found = []
     if "cpu" not in facts["kernels"]:
         found.append("the kernels are not built, so slow Python code runs: pip install --no-build-isolation .")
@@ -41,23 +37,15 @@ def of_host(facts: Mapping[str, Any]) -> list[str]:
     elif facts["gpus"]:
         found.append("no release has run on a GPU: check this one first, with benchmarks/run_gpu.sh OUT (docs/gpu.md)")
     if facts["shm_bytes"] < SMALL_SHM:
-        size = f"{facts['shm_bytes'] / MiB:.3g} MiB"
-        found.append(
-            f"/dev/shm has {size}, too small for ranks that share memory: mount -o remount,size=8G /dev/shm, or "
-            "docker run --shm-size=8g"
-        )
+        size = f"{facts['shm_bytes'] / MiB:.3g} MiB, too small for ranks that share memory"
+        found.append(f"/dev/shm has {size}: mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g")
     if 0 <= facts["open_files"] < FEW_FILES:
         found.append(f"a process may open {facts['open_files']} files only: ulimit -n 65536")
     return [f"{facts['host']}: {one}" for one in found]
 
 
 def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
-    """The ranks whose computation takes much longer than the median of all.
-
-    Args:
-        seconds: of the same work, by rank.
-        hosts: of the ranks.
-    """
+    """The ranks whose computation takes much longer than the median of all: seconds of the same work, and hosts."""
     middle = median_low(seconds)
     least = middle + max(SLOW_RANK_SECONDS, SLOW_RANK_SHARE * middle)
     return [
@@ -94,20 +82,14 @@ def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[s
         num_ranks: n.
         link: the slowest one: ``bytes_per_s`` and ``latency_s``.
 
-    Returns:
-        ``ssgd``, ``dpsgd`` and ``local_sgd``, seconds a step; ``period``, the H of the last one, with which
-        communication takes less than a tenth of the time; ``take``, the advice.
+    Returns seconds a step of ``ssgd``, ``dpsgd`` and ``local_sgd``; ``period``, the H of the last one, with which
+    communication takes less than a tenth of the time; ``take``, the advice.
     """
     rate, latency = link["bytes_per_s"], link["latency_s"]
     ring = 2 * (num_ranks - 1) / num_ranks * num_bytes / rate + 2 * (num_ranks - 1) * latency
     num = max(1, math.ceil(num_bytes / BUCKET_BYTES))
-    compute = Compute(
-        forward=step_seconds / 3,
-        backward=step_seconds * 2 / 3,
-        update=0.0,
-        cpu=0.0,
-        arrivals=tuple((1, (place + 1) / num) for place in range(num)),
-    )
+    arrivals = tuple((1, (place + 1) / num) for place in range(num))
+    compute = Compute(forward=step_seconds / 3, backward=step_seconds * 2 / 3, update=0.0, cpu=0.0, arrivals=arrivals)
 
     def added(*steps: Step) -> float:
         return predict(compute, steps, cores=math.inf, background=True) - step_seconds
@@ -121,7 +103,6 @@ def costs(num_bytes: float, step_seconds: float, num_ranks: int, link: Mapping[s
     elif dpsgd <= SHARE * step_seconds:
         take = "take DPSGD(RandomPair()): gossip with one neighbour hides behind the computation, and SSGD does not"
     else:
-        take = (
-            f"take LocalSGD(period={period}): weights averaged every {period} steps cost less than a tenth of the time"
-        )
+        why = f"weights averaged every {period} steps cost less than a tenth of the time"
+        take = f"take LocalSGD(period={period}): {why}"
     return {"ssgd": ssgd, "dpsgd": dpsgd, "local_sgd": local, "period": period, "take": take}

@@ -76,37 +76,22 @@ def _linear(inputs: int, outputs: int) -> Shapes:
     return [(outputs, inputs), (outputs,)]
 
 
-@dataclass(frozen=True)
-class ParameterList:
-    """The parameters of a network.
-
-    Attributes:
-        name: on the command line.
-        title: in tables.
-    """
-
-    name: str
-    title: str
-    shapes: Shapes
-
-    def describe(self) -> dict[str, Any]:
-        """Names and sizes, as in the JSON file of the optimizer bench."""
-        sizes = {"parameters": sum(map(prod, self.shapes)), "num_tensors": len(self.shapes)}
-        return {"list": self.name, "title": self.title, **sizes}
-
-
+# Name on the command line -> title in tables, and shapes.
 LISTS = {
-    found.name: found
-    for found in (
-        ParameterList("lenet5", "LeNet-5", _lenet5()),
-        ParameterList("resnet18", "ResNet-18", _resnet18()),
-        ParameterList("resnet50", "ResNet-50", _resnet50()),
-        ParameterList("vit-s", "ViT-S", _vit_s()),
-        ParameterList("bert-base", "BERT-base", _bert(768, 12)),
-        ParameterList("bert-large", "BERT-large", _bert(1024, 24)),
-    )
+    "lenet5": ("LeNet-5", _lenet5()),
+    "resnet18": ("ResNet-18", _resnet18()),
+    "resnet50": ("ResNet-50", _resnet50()),
+    "vit-s": ("ViT-S", _vit_s()),
+    "bert-base": ("BERT-base", _bert(768, 12)),
+    "bert-large": ("BERT-large", _bert(1024, 24)),
 }
 USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default of the bench
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Names and sizes of the parameters of a network, as in the JSON file of the optimizer bench."""
+    title, shapes = LISTS[name]
+    return {"list": name, "title": title, "parameters": sum(map(prod, shapes)), "num_tensors": len(shapes)}
 
 
 _DECAY = {"lr": 1e-3, "weight_decay": 1e-4}
@@ -115,25 +100,15 @@ _MOMENTUM = {**_DECAY, "momentum": 0.9}
 
 @dataclass(frozen=True)
 class Implementation:
-    """An optimizer of a library, with options that make it do the same work as its counterpart.
+    """An optimizer of a library, with options that make it do the same work as its counterpart."""
 
-    Attributes:
-        name: as printed.
-        module: from which it is imported when it is needed.
-        path: of the class in the module.
-        options: of the class.
-        install: how to install the library; empty for ddpcore and torch.
-        matrices: it gets the parameters of two dimensions only.
-        rounded: our optimizer with momentum and moments of bfloat16.
-    """
-
-    name: str
-    module: str
-    path: str
-    options: dict[str, Any] = field(default_factory=dict)
-    install: str = ""
-    matrices: bool = False
-    rounded: bool = False
+    name: str  # as printed
+    module: str  # from which it is imported when it is needed
+    path: str  # of the class in the module
+    options: dict[str, Any] = field(default_factory=dict)  # of the class
+    install: str = ""  # how to install the library; empty for ddpcore and torch
+    matrices: bool = False  # it gets the parameters of two dimensions only
+    rounded: bool = False  # our optimizer with momentum and moments of bfloat16
 
     @property
     def library(self) -> str:
@@ -152,10 +127,7 @@ class Implementation:
         return optimizer
 
     def why_unusable(self, device: str, dtype: torch.dtype) -> str | None:
-        """The error, in one line, of a step on one small parameter; None if there is none.
-
-        An installed library may be incompatible with this torch, or lack its compiled part.
-        """
+        """The error, in one line, of a step on one small parameter, as of a library that does not fit this torch."""
         try:
             param = torch.nn.Parameter(torch.ones(4, 4, device=device, dtype=dtype))
             param.grad = torch.ones_like(param)
@@ -196,15 +168,14 @@ OURS = {
     "muon": Implementation("Muon", "ddpcore.optim", "Muon", _DECAY, matrices=True),
 }
 
+USUAL_OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")  # without Muon, whose steps take seconds
 
-ROUNDED = {
-    name: replace(
-        own, name=f"{own.name}(bfloat16 state)", options={**own.options, "state_dtype": "bfloat16"}, rounded=True
-    )
-    for name, own in OURS.items()
-    if name != "muon"
-}
-USUAL_OPTIMIZERS = tuple(name for name in OURS if name != "muon")  # whose steps take seconds
+
+def _rounded(optimizer: str) -> Comparison:
+    """Our optimizer with momentum and moments of bfloat16 beside the one with float32."""
+    own = OURS[optimizer]
+    options = {**own.options, "state_dtype": "bfloat16"}
+    return Comparison(optimizer, replace(own, name=f"{own.name}(bfloat16 state)", options=options, rounded=True), own)
 
 
 def _peer(optimizer: str, module: str, path: str, options: dict[str, Any]) -> Comparison:
@@ -218,7 +189,7 @@ COMPARISONS = (
     Comparison("adamw", OURS["adamw"], _ADAMW),
     Comparison("lars", OURS["lars"], _SGD),
     Comparison("lamb", OURS["lamb"], _ADAMW),
-    *(Comparison(name, rounded, OURS[name]) for name, rounded in ROUNDED.items()),
+    *map(_rounded, USUAL_OPTIMIZERS),
     _peer("lamb", "torch_optimizer", "Lamb", _DECAY),
     _peer("lamb", "pytorch_optimizer", "Lamb", _DECAY),
     _peer("lars", "torch_optimizer", "LARS", _MOMENTUM),

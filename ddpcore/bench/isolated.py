@@ -67,10 +67,7 @@ def _average(one: Contender, columns: list[Tensor]) -> None:
 
 @torch.no_grad()
 def time_calls(calls: list[Call], device: str) -> Transfer:
-    """The seconds of calls on this rank, one after the other, and their processor seconds. Collective.
-
-    All ranks begin at a barrier.
-    """
+    """The seconds of calls on this rank, one by one after a barrier, and their processor seconds. Collective."""
     barrier("the start of a measurement")
     cpu, start = time.process_time(), time.perf_counter()
     for call in calls:
@@ -81,10 +78,7 @@ def time_calls(calls: list[Call], device: str) -> Transfer:
 
 
 class StepTimer:
-    """Times the parts of a contender's steps; results are medians over steps.
-
-    On a GPU each time stamp waits for the stream, which is harmless in a step without communication.
-    """
+    """Times the parts of a contender's steps. On a GPU each time stamp waits for the stream, as nothing is sent."""
 
     def __init__(self, one: Contender) -> None:
         self._trainer = one.active

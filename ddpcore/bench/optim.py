@@ -12,6 +12,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from ddpcore.bench import implementations
 from ddpcore.bench.command import Kind, bars, check_memory, publish
 from ddpcore.bench.config import Options, resolve_device
 from ddpcore.bench.implementations import COMPARISONS, LISTS, OURS, USUAL, USUAL_OPTIMIZERS, Comparison, Implementation
@@ -55,17 +56,10 @@ def prepare(config: OptimConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that runs the bench."""
     states = 2 if {"adamw", "lamb"} & set(config.optimizers) else 1
     for name in config.models:
-        numbers = (2 * (2 + states) + NUM_TEMPORARIES) * LISTS[name].describe()["parameters"]
+        numbers = (2 * (2 + states) + NUM_TEMPORARIES) * implementations.describe(name)["parameters"]
         needed = 4 * numbers + LARGEST_COPY
         check_memory(f"steps of {name}", needed, config.resolved_device, "name smaller lists with --models")
-    return lambda: run(config)
-
-
-def run(config: OptimConfig) -> None:
-    """Run the bench and print its table."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    publish(measure(config), KIND, config)
+    return lambda: publish(measure(config), KIND, config)
 
 
 def measure(config: OptimConfig) -> dict[str, Any]:
@@ -73,6 +67,8 @@ def measure(config: OptimConfig) -> dict[str, Any]:
 
     The file is written after each list, so a bench that is stopped early keeps its measurements.
     """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     torch.manual_seed(0)
     chosen, notes = _comparisons(config)
     installed = [comparison for comparison in chosen if comparison.peer is None or comparison.peer.is_installed()]
@@ -80,7 +76,7 @@ def measure(config: OptimConfig) -> dict[str, Any]:
     about = {"threads": torch.get_num_threads(), "dtype": config.dtype, "notes": notes}
     result: dict[str, Any] = {
         "environment": {**machine(config.resolved_device), **about},
-        "lists": [LISTS[name].describe() for name in config.models],
+        "lists": [implementations.describe(name) for name in config.models],
         "comparisons": [comparison.name for comparison in chosen],
         "rows": rows,
     }
@@ -103,18 +99,17 @@ def _comparisons(config: OptimConfig) -> tuple[list[Comparison], list[str]]:
     device, dtype = config.resolved_device, DTYPES[config.dtype]
     chosen, notes, absent = [], [], {}
     for comparison in COMPARISONS:
-        peer = comparison.peer
+        peer, why = comparison.peer, None
         if comparison.optimizer not in config.optimizers or (peer is not None and not config.peers):
             continue
         if peer is not None and not peer.is_installed():
-            absent[peer.library] = peer.install
-        elif peer is not None and (why := peer.why_unusable(device, dtype)) is not None:
-            notes.append(why)
-            continue
-        chosen.append(comparison)
+            absent[peer.library] = f"{peer.library} ({peer.install})"
+        elif peer is not None:
+            why = peer.why_unusable(device, dtype)
+        chosen += [] if why else [comparison]
+        notes += [why] if why else []
     if absent:
-        ways = ", ".join(f"{library} ({install})" for library, install in absent.items())
-        notes.append(f"not installed, so not measured: {ways}")
+        notes.append(f"not installed, so not measured: {', '.join(absent.values())}")
     return chosen, notes
 
 
@@ -125,8 +120,8 @@ class _OwnStep:
     """
 
     def __init__(self, name: str, optimizer: str, config: OptimConfig) -> None:
-        self._config, self._list, self._ours = config, LISTS[name], OURS[optimizer]
-        self._about = self._list.describe()
+        self._config, self._shapes, self._ours = config, LISTS[name][1], OURS[optimizer]
+        self._about = implementations.describe(name)
         self._noise = torch.randn(2**20).to(config.resolved_device, DTYPES[config.dtype])
         self._optimizer, self._itemsize = optimizer, DTYPES[config.dtype].itemsize
         self._step = self._stepper(self._ours)
@@ -172,7 +167,7 @@ class _OwnStep:
     def _stepper(self, implementation: Implementation) -> Callable[[], Any]:
         """The step of an optimizer, with its own parameters and gradients because some libraries write to gradients."""
         params = []
-        for shape in self._list.shapes:
+        for shape in self._shapes:
             param = torch.nn.Parameter(self._numbers(shape))
             param.grad = self._numbers(shape)
             params.append(param)
@@ -191,7 +186,10 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
         f"{environment['torch']}, ddpcore {environment['ddpcore']} ({environment['commit'] or 'installed'}); "
         f"{environment['dtype']}"
     )
-    return [machine, *environment["notes"], _ratios(result), _bandwidths(result)]
+    rows = result["rows"]
+    apart = sum(row["ms"]["p80"] > 2 * row["ms"]["p20"] for row in rows)
+    doubt = f"busy machine: in {apart} of {len(rows)} rows the p80 is more than twice the p20, and a ratio says little"
+    return [machine, *environment["notes"], *[doubt] * bool(apart), _ratios(result), _bandwidths(result)]
 
 
 def _ratios(result: dict[str, Any]) -> Table:

@@ -12,33 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from rich.table import Table
 
-from ddpcore.bench.command import (
-    Kind,
-    check_models_memory,
-    environment,
-    environment_lines,
-    publish,
-    resolve_ranks,
-    size_name,
-    spread_series,
-    start_ranks,
-)
+from ddpcore.bench import command
+from ddpcore.bench.command import size_name
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
-from ddpcore.bench.contender import (
-    DEFAULT_BUCKET_MB,
-    OWN_COMPUTE,
-    WARM_UP_STEPS,
-    Contender,
-    build_contender,
-    build_dataset,
-    gather,
-    parse_sizes,
-    run_block,
-)
+from ddpcore.bench.contender import DEFAULT_BUCKET_MB, OWN_COMPUTE, Contender, build_dataset, gather, parse_sizes
 from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.step_model import Step, Transfer, available_cores, predict
-from ddpcore.comm.choice import TRANSPORTS
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import exchange_columns
+from ddpcore.comm.connect import TRANSPORTS
 from ddpcore.comm.groups import barrier
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
@@ -95,17 +76,11 @@ class PredictConfig(BenchConfig):
 
 
 class Turn(NamedTuple):
-    """One turn on one rank, in seconds.
+    """One turn on one rank, in seconds."""
 
-    Attributes:
-        compute: of a step without communication, until the slowest rank was done, and its processor time on this rank.
-        step: of a real step, until the slowest rank was done.
-        parts: of each part of the communication.
-    """
-
-    compute: Transfer
-    step: float
-    parts: Parts[Transfer]
+    compute: Transfer  # of a step without communication, until the slowest rank was done; processor time of this rank
+    step: float  # of a real step, until the slowest rank was done
+    parts: Parts[Transfer]  # of each part of the communication
 
 
 @dataclass
@@ -122,9 +97,9 @@ class Case:
     def take_turn(self, compute: Contender, num_steps: int) -> None:
         """Run the step without communication, the real step and the parts one after the other. Collective."""
         before = time.process_time()
-        run_block(compute, num_steps, True)
+        compute.run(num_steps, timed=True)
         cpu = time.process_time() - before
-        run_block(self.contender, num_steps, True)
+        self.contender.run(num_steps, timed=True)
         device = self.resolved.device
         parts = {kind: [time_calls([call], device) for call in calls] for kind, calls in self.parts.items()}
         seconds, step = (one.block_seconds[-1] / num_steps for one in (compute, self.contender))
@@ -133,25 +108,25 @@ class Case:
 
 def prepare(config: PredictConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
-    runs = [resolve_ranks(bench, torchrun) for bench in config.benches()]
+    runs = [command.resolve_ranks(bench, torchrun) for bench in config.benches()]
     first = runs[0]
     build_dataset(first, first=True)
     num_models = 1 + sum(len(_cases(resolved, runs, config)) for resolved in runs)
-    check_models_memory(num_models, first, "name fewer --topology or --bucket-mb, or a smaller model")
-    return start_ranks(run_rank, first, runs, config)
+    command.check_models_memory(num_models, first, "name fewer --topology or --bucket-mb, or a smaller model")
+    return command.start_ranks(run_rank, first, runs, config)
 
 
 def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], config: PredictConfig) -> None:
     """What every rank runs; rank 0 prints and writes the result."""
     dataset = build_dataset(common, first=False).to(common.device)
-    compute = build_contender(OWN_COMPUTE, common, world, dataset)
-    run_block(compute, WARM_UP_STEPS, False)
+    compute = Contender.build(OWN_COMPUTE, common, world, dataset)
+    compute.warm_up()
     cases = []
     plan = [(resolved, *case) for resolved in runs for case in _cases(resolved, runs, config)]
     with ProgressReport("measurements", len(plan) * (1 + config.rounds), shown=world.rank == 0) as progress:
         for resolved, name, bucket_mb in plan:
-            contender = build_contender(name, resolved, world, dataset, bucket_mb or DEFAULT_BUCKET_MB)
-            run_block(contender, WARM_UP_STEPS, False)
+            contender = Contender.build(name, resolved, world, dataset, bucket_mb or DEFAULT_BUCKET_MB)
+            contender.warm_up()
             cases.append(_case(contender, resolved, bucket_mb, config))
             progress.advance(1, name)
         timer = StepTimer(compute)
@@ -168,7 +143,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
     if world.rank == 0:
         step = timer.compute(quantiles(compute.block_seconds)["p50"] / config.period)
         result = {
-            "environment": environment(common),
+            "environment": command.environment(common),
             "model": common.training.model.name,
             "world_size": common.world_size,
             "batch_size": common.training.data.batch_size,
@@ -176,7 +151,7 @@ def run_rank(world: World, common: ResolvedConfig, runs: list[ResolvedConfig], c
             "compute_ms": {name: 1e3 * getattr(step, name) for name in ("forward", "backward", "update")},
             "rows": rows,
         }
-        publish(result, KIND, config)
+        command.publish(result, KIND, config)
 
 
 def _cases(
@@ -220,22 +195,13 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
             parts["average"] = [lambda: comm.average_(flat.param_LP).wait()]
         else:
             # The exchange alone moves the parameters to older weights: only times matter here.
-            parts |= {
-                "exchange": [lambda: flat.move_to(exchanged().out)],
-                "average": [lambda: flat.average_(exchanged())],
-            }
+            parts["exchange"] = [lambda: flat.move_to(exchanged().out)]
+            parts["average"] = [lambda: flat.average_(exchanged())]
     return Case(one, resolved, bucket_mb, plans, parts)
 
 
 def steps_of(plans: Sequence[Plan], parts: Parts[Transfer], sizes: Sequence[int], overlaps: bool) -> list[Step]:
-    """What is sent in each step.
-
-    Args:
-        plans: of the steps.
-        parts: of the strategy.
-        sizes: of the messages.
-        overlaps: whether weights are sent during the computation, see :class:`ddpcore.Traits`.
-    """
+    """What is sent in each step. ``overlaps``: weights are sent during the computation, see :class:`ddpcore.Traits`."""
     # Averages that run at the same time are faster than one after the other; each gets its share of that time.
     total = sum(message.seconds for message in parts["messages"]) or math.inf
     messages = [
@@ -303,7 +269,7 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     rows = result["rows"]
     asked = ("predicted ms", "measured ms p20/p50/p80", "error")
     table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"), asked=asked)
-    return [*environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
+    return [*command.environment_lines(result["environment"]), table, accuracy(rows), verdict(rows)]
 
 
 def accuracy(rows: list[dict[str, Any]]) -> str:
@@ -345,9 +311,7 @@ def case_name(row: dict[str, Any]) -> str:
 _COLUMNS = {
     "strategy": lambda row: f"{row['strategy']} {row['topology'] or ''}".rstrip(),
     "transport": lambda row: row["transport"] or "-",
-    "buckets": lambda row: (
-        "-" if row["num_buckets"] is None else f"{row['num_buckets']} ({size_name(row['bucket_mb'])})"
-    ),
+    "buckets": lambda row: f"{row['num_buckets']} ({size_name(row['bucket_mb'])})" if row["num_buckets"] else "-",
     "comm alone ms": number("comm_ms"),
     "predicted ms": number("predicted_ms"),
     "measured ms p20/p50/p80": lambda row: spread(row["measured_ms"]),
@@ -359,8 +323,10 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result, as in the JSON file."""
     names = [case_name(row) for row in result["rows"]]
     predicted = Series(name="predicted", x=names, y=[row["predicted_ms"] for row in result["rows"]])
-    measured = spread_series("measured", names, [row["measured_ms"] for row in result["rows"]])
+    measured = command.spread_series("measured", names, [row["measured_ms"] for row in result["rows"]])
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 
-KIND = Kind(PredictConfig, prepare, lambda result: "compute_ms" in result, "Predicted step times", parts, charts)
+KIND = command.Kind(
+    PredictConfig, prepare, lambda result: "compute_ms" in result, "Predicted step times", parts, charts
+)

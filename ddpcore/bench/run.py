@@ -16,24 +16,14 @@ from torch import Tensor
 from ddpcore import data
 from ddpcore.bench.command import Kind, bars, environment, environment_lines, has, publish, resolve_here, start_ranks
 from ddpcore.bench.config import BenchConfig, ResolvedConfig
-from ddpcore.bench.contender import (
-    HIDDEN,
-    Contender,
-    build_contender,
-    build_dataset,
-    compute_of,
-    exposed_ms,
-    gather,
-    run_block,
-)
+from ddpcore.bench.contender import HIDDEN, Contender, build_dataset, compute_of, exposed_ms, gather
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, spread, table_of
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.runtime.timing import quantiles
 from ddpcore.strategies.registry import STRATEGIES
-from ddpcore.training.balance import balanced
-from ddpcore.training.build import LearnerPlacement, threads_for
+from ddpcore.training.build import LearnerPlacement, balanced, threads_for
 from ddpcore.training.memory import estimate
 
 REFERENCE = "ddp"  # the row to which the others' speed is related
@@ -80,30 +70,23 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     names = dict.fromkeys(resolved.strategies)
     if not resolved.is_virtual:
         names |= dict.fromkeys(compute_of(name) for name in resolved.strategies if not resolved.is_alone(name))
-    contenders = [build_contender(name, resolved, world, dataset) for name in names]
-    for one in contenders:
-        if world.rank == 0 and one.trainer is not None:
-            of_first = resolved.train_config(HIDDEN.get(one.name, one.name))
-            print(estimate(of_first, one.trainer), file=sys.stderr, flush=True)
-            break
+    contenders = [Contender.build(name, resolved, world, dataset) for name in names]
+    if world.rank == 0:  # no contender leaves it idle
+        of_first = resolved.train_config(HIDDEN.get(contenders[0].name, contenders[0].name))
+        print(estimate(of_first, contenders[0].active), file=sys.stderr, flush=True)
     torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
     total = num_steps * len(contenders)
     with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
         for block, timed in _blocks(num_steps):
             for one in contenders:
-                run_block(one, block, timed)
+                one.run(block, timed=timed)
                 progress.advance(block, one.name)
     results = [_gather(one, resolved) for one in contenders]
     if world.rank == 0:
-        about = {
-            "model": config.model.name,
-            "dataset": config.data.name,
-            "batch_size": config.data.batch_size,
-            "steps": num_steps,
-        }
         where = environment(resolved)
         where["notes"] += _edges(contenders)
-        result = {"environment": where, **about, "rows": _rows(resolved, results)}
+        about = {"model": config.model.name, "dataset": config.data.name, "batch_size": config.data.batch_size}
+        result = {"environment": where, **about, "steps": num_steps, "rows": _rows(resolved, results)}
         publish(result, KIND, resolved.config)
 
 
@@ -183,18 +166,15 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
             ratios = (theirs / ours for theirs, ours in zip(against, seconds, strict=True))
             ratio = quantiles(ratios)["p50"]
         rates = [num / s for num, s in zip(result["block_samples"], seconds, strict=True)]
-        rows.append(
-            {
-                "strategy": name,
-                "topology": resolved.training.strategy.topology if STRATEGIES.takes(name, "topology") else None,
-                "world_size": 1 if is_alone else resolved.world_size,
-                "samples_per_s": quantiles(rates)["p50"],
-                "step_ms": result["step_ms"],
-                "exposed_comm_ms": exposed,
-                **{key: result[key] for key in COPIED},
-                "ratio_to_ddp": ratio,
-            }
-        )
+        row = {
+            "strategy": name,
+            "topology": resolved.training.strategy.topology if STRATEGIES.takes(name, "topology") else None,
+            "world_size": 1 if is_alone else resolved.world_size,
+            "samples_per_s": quantiles(rates)["p50"],
+            "step_ms": result["step_ms"],
+            "exposed_comm_ms": exposed,
+        }
+        rows.append({**row, **{key: result[key] for key in COPIED}, "ratio_to_ddp": ratio})
     return rows
 
 
@@ -216,11 +196,9 @@ def seen(rows: list[dict[str, Any]]) -> list[str]:
         best = max(against, key=lambda row: row["ratio_to_ddp"])
         ratio = f"{best['ratio_to_ddp']:.2f}"
         lines.append(f"speed: {_name(best)} trains {ratio} times as many samples a second as {REFERENCE}")
-        spread = max(row["step_ms"]["p80"] / row["step_ms"]["p20"] for row in against)
-        if spread > NOISY:
-            lines.append(
-                f"too noisy: a fifth of the steps took {spread:.1f} times as long as another: speeds say little"
-            )
+        if (spread := max(row["step_ms"]["p80"] / row["step_ms"]["p20"] for row in against)) > NOISY:
+            longer = f"a fifth of the steps took {spread:.1f} times as long as another"
+            lines.append(f"too noisy: {longer}: speeds say little")
     known = sorted((row for row in rows if row["test_error_pct"] is not None), key=lambda row: row["test_error_pct"])
     if len(known) > 1:
         errors = ", ".join(f"{_name(row)} {row['test_error_pct']:.1f} %" for row in known)
@@ -252,26 +230,19 @@ _COLUMNS = {
 def charts(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result, as in the JSON file."""
     rows = result["rows"]
-    names = [f"{row['strategy']} {row['topology'] or ''}".strip() for row in rows]
+    names = [_name(row) for row in rows]
     first = rows[0]["step_ms"]["p50"] if rows else None
     ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
     relative = Series(name="ratio", x=names, y=ratios)
     curves = [(name, row["curve"]) for name, row in zip(names, rows, strict=True) if row.get("curve")]
-    losses = [
-        Chart(
-            title=f"Training loss over {key}",
-            x_label=key,
-            y_label="loss, mean of the learners",
-            series=[Series(name=name, x=curve[key], y=curve["loss"], style="line+points") for name, curve in curves],
-        )
-        for key in ("steps", "seconds")
-    ]
-    return [
-        *losses,
-        bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]),
-        Chart(title=f"Time of a step, relative to {names[0] if names else ''}", kind="bars", x_label="ratio of medians",
-              series=[relative]),
-    ]  # fmt: skip
+    drawn = []
+    for key in ("steps", "seconds"):
+        series = [Series(name=name, x=curve[key], y=curve["loss"], style="line+points") for name, curve in curves]
+        title, y_label = f"Training loss over {key}", "loss, mean of the learners"
+        drawn.append(Chart(title=title, x_label=key, y_label=y_label, series=series))
+    drawn.append(bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]))
+    title = f"Time of a step, relative to {names[0] if names else ''}"
+    return [*drawn, Chart(title=title, kind="bars", x_label="ratio of medians", series=[relative])]
 
 
 KIND = Kind(BenchConfig, prepare, has("samples_per_s"), "Strategies", parts, charts)

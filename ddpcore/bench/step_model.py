@@ -16,19 +16,14 @@ from statistics import fmean
 class Compute:
     """A step without communication, measured while all ranks run.
 
-    Attributes:
-        forward: from the start of the step, with fetching the batch, to the loss.
-        backward: from the loss to the optimizer's step.
-        update: the optimizer's step and everything after it.
-        cpu: processor time of all ranks together; 0 if the processor is not the limit (GPUs).
-        arrivals: (elements of a parameter, share of the backward pass after which its gradient is ready), in the order
-            of arrival.
+    ``arrivals`` has the elements of each parameter, and the share of the backward pass after which its gradient is
+    ready, in the order of arrival.
     """
 
-    forward: float
-    backward: float
-    update: float
-    cpu: float
+    forward: float  # from the start of the step, with fetching the batch, to the loss
+    backward: float  # from the loss to the optimizer's step
+    update: float  # the optimizer's step and everything after it
+    cpu: float  # processor time of all ranks together; 0 if the processor is not the limit (GPUs)
     arrivals: tuple[tuple[int, float], ...] = ()
 
 
@@ -44,18 +39,14 @@ class Transfer:
 class Step:
     """What is sent in one step.
 
-    Attributes:
-        messages: averages of gradients. They are sent one after the other, each once it is complete; the optimizer
-            waits for the last.
-        sizes: of the messages, in any unit.
-        hidden: what overlaps with forward and backward.
-        after: what overlaps with nothing.
+    Averages of gradients are messages. They are sent one after the other, each once it is complete; the optimizer waits
+    for the last.
     """
 
     messages: Sequence[Transfer] = ()
-    sizes: Sequence[int] = ()
-    hidden: Transfer | None = None
-    after: Transfer | None = None
+    sizes: Sequence[int] = ()  # of the messages, in any unit
+    hidden: Transfer | None = None  # what overlaps with forward and backward
+    after: Transfer | None = None  # what overlaps with nothing
 
     @property
     def cpu(self) -> float:
@@ -66,9 +57,7 @@ class Step:
 def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[float]:
     """The share of the backward pass after which each message is complete. Gradients fill messages in arrival order.
 
-    Args:
-        arrivals: see :class:`Compute`.
-        sizes: of each message, in any unit. They are scaled to the sum of the parameters, because buffers are padded.
+    Sizes of messages are scaled to the sum of the parameters (:class:`Compute`), because buffers are padded.
     """
     total, scale = sum(numel for numel, _ in arrivals), sum(sizes)
     shares, end, filled, latest, position = [], 0.0, 0.0, 0.0, 0
@@ -83,14 +72,10 @@ def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) ->
 
 
 def predict(compute: Compute, steps: Sequence[Step], *, cores: float, background: bool) -> float:
-    """The seconds of a step, as the mean of these.
+    """The seconds of a step, as the mean of these, with so many cores of all ranks together.
 
-    Args:
-        compute: a step without communication.
-        steps: what is sent.
-        cores: of all ranks together.
-        background: whether a transfer runs while a rank computes. With shared memory the ranks copy themselves, so a
-            transfer starts only when they wait for it.
+    ``background``: a transfer runs while a rank computes. With shared memory the ranks copy themselves, so a transfer
+    starts only when they wait for it.
     """
     path = fmean(_longest_chain(compute, step, background) for step in steps)
     work = compute.cpu + fmean(step.cpu for step in steps)

@@ -37,11 +37,7 @@ class TopologyConfig(Options):
     local_size: int = field(2, "learners on each host, of hierarchical", least=1)
 
     def topologies(self) -> dict[str, Topology]:
-        """The named topology, or all.
-
-        Raises:
-            ValueError: there is no such topology.
-        """
+        """The named topology, or all. ValueError: there is no such topology."""
         names = TOPOLOGIES.names() if self.name == ALL else (self.name,)
         sizes = {"local_size": self.local_size}
         return {

@@ -2,8 +2,7 @@
 
 from .agreement import check_agreement, facts_of
 from .base import Communicator, Exchange, LiveWeights, Work
-from .choice import Choice, Transport, choose_backend, choose_transport
-from .connect import connect
+from .connect import Choice, Transport, choose_backend, choose_transport, connect
 from .link import LearnerClock, Link, LinkedCommunicator
 from .mixed import MixedCommunicator
 from .process import ProcessGroupCommunicator

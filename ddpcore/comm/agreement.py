@@ -86,8 +86,7 @@ def facts_of(
 def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: torch.device, timeout: float) -> None:
     """Compare the facts of all ranks. Each rank sends 32 bytes if they are equal. Collective.
 
-    Raises:
-        ValueError: on every rank: facts or their order differ. It names a rank and its first difference from rank 0.
+    ValueError, on every rank: facts or their order differ. It names a rank and its first difference from rank 0.
     """
     end_with_torchrun()  # from here on, a rank of torchrun ends when its agent has died
     digest = hashlib.sha256(repr(facts).encode()).digest()

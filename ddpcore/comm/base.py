@@ -1,4 +1,4 @@
-"""The interface of a connection between learners, and weights that learners average in pairs without waiting.
+"""The interface of a connection between learners, weights that learners average in pairs without waiting, and columns.
 
 Shapes: n learners in all, L of them held by this process, P elements of a learner's weights, x any number of columns. A
 row of live weights is ``[K, P]``: the weights, and K - 1 further copies that a rule moves with them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ddpcore.comm.reductions import average_pair_, chunk_of
 from ddpcore.ops import Mixture, RowMixtures, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
+from ddpcore.topology.wrapped import WithinGroups
 
 
 class Job(NamedTuple):
@@ -83,12 +85,7 @@ class LiveWeights(ABC):
     def meet(self, learner: int, peer: int, job: Job) -> None:
         """``w_i, w_j <- (w_i + w_j) / 2``; ``w_i <- w_i + step of the job``: atomic. The next job begins at w_i.
 
-        Further copies move as the rule says. If i is its own peer, nothing is averaged.
-
-        Args:
-            learner: i, held by this process.
-            peer: j, any learner.
-            job: of i.
+        Further copies move as the rule says. Learner i is held here; if it is its own peer j, nothing is averaged.
         """
 
     @abstractmethod
@@ -159,12 +156,9 @@ class Work:
 class Exchange(ABC):
     """A transfer of neighbours' weights in progress. It holds the rows of other processes by their learners.
 
-    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``. Over shared memory
-    ``rows`` may come before ``mixture``: so an exchange between several hosts reads the rows of its own host.
+    End it by one call of ``mixture``, ``correction``, ``differences``, ``rows`` or ``abandon``.
 
-    Args:
-        learners: the learners held here.
-        round_of: returns the round of a learner in this step: whom it averages with, and the weights.
+    ``round_of`` returns the round of a learner held here in this step: whom it averages with, and the weights.
     """
 
     def __init__(self, learners: Sequence[int], round_of: Callable[[int], Round]) -> None:
@@ -182,17 +176,18 @@ class Exchange(ABC):
     def mixture(self) -> WeightAverage:
         """Wait, then return ``w <- W w``. The rows sent were the weights, which have not changed since then."""
         rows, round_ = self.received(), self.round_of(self.learners[0])
-        return Mixture([rows[source] for source in round_.sources], round_.self_weight, round_.weights)
+        peers = [rows[source] for source in round_.sources]
+        return Mixture(peers, round_.self_weight, round_.weights, out=self.new_row())
+
+    def new_row(self) -> Tensor | None:
+        """Where the mixture of weights that are exchanged in place goes; None: into the row of the weights itself."""
+        return None
 
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with published rows q.
 
-        Published rows are older weights, or the weights as a codec decodes them.
-
-        Args:
-            published_LP: q of the learners held here.
-            factor: a factor of the correction.
-            decode: turns the received rows into published rows; None if they are equal.
+        Published rows are older weights, or the weights as a codec decodes them. ``published_LP`` are those of the
+        learners held here, and ``decode`` turns received rows into published ones; None if they are equal.
         """
         received = self.received()
         rows = received if decode is None else {source: decode(source, row) for source, row in received.items()}
@@ -206,13 +201,10 @@ class Exchange(ABC):
         return mixtures[0] if len(mixtures) == 1 else RowMixtures(mixtures)
 
     def differences(self, sent_LP: Tensor) -> Tensor:
-        """Wait, then return ``sum_k W_jk (x_k - x_j)``, with the rows x that were sent.
+        """Wait, then return ``sum_k W_jk (x_k - x_j)`` for the rows x, of which ``sent_LP`` are those held here.
 
         Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
         is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
-
-        Args:
-            sent_LP: x of the learners held here.
         """
         rows = self.rows(sent_LP)
         sums_LP = torch.zeros_like(sent_LP)
@@ -223,11 +215,7 @@ class Exchange(ABC):
         return sums_LP
 
     def rows(self, sent_LX: Tensor) -> Mapping[int, Tensor]:
-        """Wait, then return the rows of the learners held here and of their neighbours, by learner.
-
-        Args:
-            sent_LX: the rows of the learners held here.
-        """
+        """Wait, then return the rows of the learners held here, ``sent_LX``, and of their neighbours, by learner."""
         return {**self.received(), **dict(zip(self.learners, sent_LX, strict=True))}
 
     def abandon(self) -> None:
@@ -242,8 +230,7 @@ class Communicator(ABC):
         num_learners: n.
         learners: the learners whose rows this process holds, ascending.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
-        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` for several virtual learners on each
-            rank, or ``link`` for an emulated network.
+        transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` (virtual on ranks), ``link`` (emulated).
         description: the transport, as text for people.
         membership: which learners take part, if they may die or join; else None.
     """
@@ -284,11 +271,7 @@ class Communicator(ABC):
         """Say in the description which edges of a topology go which way, if there are several ways."""
 
     def play(self, script: Iterable[Change]) -> None:
-        """Let virtual learners die as the changes of another run say, each from its operation on.
-
-        Raises:
-            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
-        """
+        """See :meth:`ddpcore.Distributed.play`."""
         raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
 
     def now(self) -> float:
@@ -300,14 +283,9 @@ class Communicator(ABC):
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def live(self, weights_LP: Tensor, rule: PairMean | None = None) -> LiveWeights:
-        """Weights that learners average in pairs without waiting; they begin as these. Collective.
+        """Weights that learners average in pairs without waiting; those held here begin as these. Collective.
 
-        Args:
-            weights_LP: of the learners held here.
-            rule: what a meeting does to two rows; None: both take their mean.
-
-        Raises:
-            ValueError: the connection cannot do that.
+        ``rule`` is what a meeting does to two rows; None: both take their mean. ValueError: the connection cannot.
         """
         if len(self.learners) < self.num_learners:
             raise ValueError(f"{self.description}: no learner reads the weights of another without waiting")
@@ -324,21 +302,15 @@ class Communicator(ABC):
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 
         Args:
-            rows: of the learners held here. They must not change before the work ends.
+            rows: of the learners held here. They must not change before the work ends. ValueError, before anything is
+                sent: their dtype has no average, because it is an integer, bool, or has 8 bits.
             step: of training, for error messages. Shared memory raises an error if ranks are at different steps.
             size: of each group, for which :meth:`form_groups` was called: learners 0 to size-1, size to 2 size-1, and
                 so on. A group waits for no learner of another one. None: all learners.
-
-        Raises:
-            ValueError: the dtype has no average: it is an integer, bool, or has 8 bits. Nothing is sent then.
         """
 
     def form_groups(self, size: int) -> None:
-        """Prepare averages in groups of a size that divides n, before training. Collective.
-
-        Raises:
-            ValueError: the connection has no such groups. Nothing has changed.
-        """
+        """Prepare averages in groups of a size that divides n. Collective. ValueError: the connection has no groups."""
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
     def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
@@ -349,13 +321,9 @@ class Communicator(ABC):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used.
 
-        Args:
-            weights_LP: of the learners held here.
-            topology: says who averages with whom.
-            step: of training.
-            in_place: neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
-                buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be
-                exchanged in place at a time.
+        With ``in_place`` neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
+        buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be exchanged in
+        place at a time.
         """
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:
@@ -366,3 +334,52 @@ class Communicator(ABC):
     @abstractmethod
     def gather(self, values: Tensor) -> Tensor:
         """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, in the order of the learners."""
+
+
+def exchange_columns(comm: Communicator, rows_LX: Tensor, topology: Topology, size: int, step: int) -> Exchange:
+    """Like ``comm.exchange``, where the learners of each group hold the same rows.
+
+    The learner at place i of its group sends the i-th of ``size`` parts of the columns to the learners at this place of
+    other groups. The members of a group then gather what each has averaged, so they hold the same bits. A size of 1 is
+    ``comm.exchange``.
+    """
+    return comm.exchange(rows_LX, topology, step) if size == 1 else _ColumnExchange(comm, rows_LX, topology, size, step)
+
+
+class _ColumnExchange(Exchange):
+    """Parts have equal lengths, so the last one may overlap with the one before it: there both have the same bits."""
+
+    def __init__(self, comm: Communicator, rows_LX: Tensor, topology: Topology, size: int, step: int) -> None:
+        super().__init__(comm.learners, lambda learner: topology.round(step, learner, comm.num_learners))
+        self._comm, self._size, self._step = comm, size, step
+        num = rows_LX.shape[1]
+        self._length = -(-num // size)
+        self._begins = [min(place * self._length, num - self._length) for place in range(size)]
+        begins = [self._begins[learner % size] for learner in comm.learners]
+        parts = [row[begin : begin + self._length] for row, begin in zip(rows_LX, begins, strict=True)]
+        self._parts_LY = torch.stack(parts)
+        self._between = comm.exchange(self._parts_LY, topology, step)
+
+    @override
+    def received(self) -> Mapping[int, Tensor]:
+        return self._between.received()  # parts of rows
+
+    @override
+    def mixture(self) -> WeightAverage:
+        self._between.mixture().apply_(self._parts_LY)
+        parts = self._comm.exchange(self._parts_LY, WithinGroups(self._size), self._step).rows(self._parts_LY)
+        firsts = [learner - learner % self._size for learner in self.learners]
+        return _Gathered([[(begin, parts[a + i]) for i, begin in enumerate(self._begins)] for a in firsts])
+
+
+@dataclass(frozen=True)
+class _Gathered(WeightAverage):
+    """The averaged columns of each row, after their first column."""
+
+    parts: list[list[tuple[int, Tensor]]]
+
+    @override
+    def apply_(self, weights_LP: Tensor) -> None:
+        for row, parts in zip(weights_LP, self.parts, strict=True):
+            for begin, part in parts:
+                row[begin : begin + len(part)] = part

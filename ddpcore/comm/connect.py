@@ -1,4 +1,4 @@
-"""The function that builds the communicator of virtual learners or of the ranks of a process group."""
+"""The choice of a backend and of a transport, and the communicator of virtual learners or of the ranks of a group."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.choice import choose_transport
 from ddpcore.comm.elastic import ElasticCommunicator
-from ddpcore.comm.fabric import Fabric, ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
+from ddpcore.comm.fabric import ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
 from ddpcore.comm.groups import TIMEOUT_SECONDS, check_timeout, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, Roll
@@ -23,14 +22,92 @@ from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.comm.virtual import ElasticVirtualCommunicator, VirtualCommunicator
 from ddpcore.runtime.launch import check_agents
 
+BACKENDS = ("auto", "nccl", "gloo", "virtual")
+TRANSPORTS = ("auto", "shm", "ipc", "pg", "mixed")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, ``nccl``, ``gloo`` or ``virtual``, and the reason for it in one clause."""
+
+    backend: str
+    reason: str
+
+
+def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: int) -> Choice:
+    """Choose NCCL if every rank has a GPU, virtual learners if ranks would share a GPU, and gloo on the CPU.
+
+    A ``requested`` backend other than ``auto`` is only checked. ``device`` is ``cpu`` or ``cuda``, where the model
+    trains. ValueError: the requested backend cannot run here; the message names a flag to change.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend is {requested!r}: choose from {', '.join(BACKENDS)}")
+    if requested == "nccl" and device != "cuda":
+        raise ValueError("--backend nccl needs a GPU for each rank and the model is on the CPU: use --backend gloo")
+    if requested == "nccl" and num_gpus < world_size:
+        raise ValueError(
+            f"--backend nccl needs a GPU for each of {world_size} ranks and {num_gpus} are visible: "
+            "use --backend virtual, or a smaller --world-size"
+        )
+    if requested != "auto":
+        return Choice(requested, "as requested")
+    if device != "cuda":
+        return Choice("gloo", "ranks on the CPU")
+    if num_gpus >= world_size:
+        return Choice("nccl", f"a GPU for each of {world_size} ranks")
+    return Choice("virtual", f"{world_size} learners would share {num_gpus} GPU" + ("s" if num_gpus != 1 else ""))
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A transport between real ranks, of ``TRANSPORTS``, and the reason for it in one clause."""
+
+    name: str
+    reason: str
+
+
+def choose_transport(
+    requested: str, *, world_size: int, device: str, num_hosts: int, may_die: bool = False
+) -> Transport:
+    """Choose shared memory for ranks on the CPU of one Linux host, and for those of each host if there are several.
+
+    The process group connects all other ranks. CUDA IPC is used only if it is requested. A ``requested`` transport
+    other than ``auto`` is only checked. With ``may_die`` the others go on when a rank dies (``on_failure="shrink"``).
+    ValueError: the requested transport cannot connect these ranks; the message names a flag to change.
+    """
+    if requested not in TRANSPORTS:
+        raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")
+    for name, wanted in (("shm", "cpu"), ("ipc", "cuda"), ("mixed", "cpu")):
+        if requested == name and device != wanted:
+            raise ValueError(
+                f"--transport {name} is for ranks on {wanted} and the model is on {device}: use --transport pg"
+            )
+        if requested == name != "mixed" and num_hosts > 1:
+            raise ValueError(f"--transport {name} is for one host and the ranks are on {num_hosts}: use --transport pg")
+    if requested == "mixed" and may_die:
+        raise ValueError(f"--transport {requested} is for ranks that end together when one dies: use --transport pg")
+    if requested != "auto":
+        return Transport(requested, "as requested")
+    if device != "cpu":
+        return Transport("pg", f"ranks on {device}")
+    if world_size == 1:
+        return Transport("pg", "one rank shares memory with no other")
+    if num_hosts == world_size:
+        return Transport("pg", f"{world_size} ranks on {num_hosts} hosts")
+    if num_hosts > 1 and may_die:
+        return Transport("pg", f"ranks on {num_hosts} hosts, which may die")
+    if num_hosts > 1:
+        how = "those of a host share memory, a process group connects hosts"
+        return Transport("mixed", f"{world_size} ranks on {num_hosts} hosts: {how}")
+    return Transport("shm", f"{world_size} ranks on the CPU of one host")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
     """How learners exchange bytes, and what they do when one of them does not answer.
 
     Args:
-        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``, see
-            docs/transports.md.
+        transport: how ranks exchange bytes: ``shm``, ``ipc``, ``pg``, ``mixed`` or ``auto``, see docs/transports.md.
         timeout: seconds that a living rank may let the others wait. Other calls of the group keep their own timeout.
         link: a network to emulate between ranks on the CPU; None for no emulation.
         bucket_bytes: size of the largest bucket of averaged gradients, in bytes.
@@ -38,8 +115,7 @@ class Connection:
         on_failure: when a rank dies the others ``raise`` an error, or ``shrink`` and go on, see docs/reliability.md.
         membership: to resume a run with ``shrink`` with the learners that are left of it, see docs/reliability.md.
 
-    Raises:
-        ValueError: the timeout is out of range, ``on_failure`` has no such value, or ``membership`` does not fit to it.
+    ValueError: the timeout is out of range, ``on_failure`` has no such value, or ``membership`` does not fit to it.
     """
 
     transport: str = "auto"
@@ -59,12 +135,9 @@ class Connection:
 
     def given(self, names: Collection[str] | None = None) -> str:
         """The fields that differ from their defaults, as ``connection=Connection(a=, b=)``; empty if there are none."""
-        found = [
-            item.name
-            for item in fields(self)
-            if getattr(self, item.name) != item.default and (names is None or item.name in names)
-        ]
-        return f"connection=Connection({', '.join(f'{name}=' for name in found)})" if found else ""
+        chosen = [item for item in fields(self) if names is None or item.name in names]
+        found = [f"{item.name}=" for item in chosen if getattr(self, item.name) != item.default]
+        return f"connection=Connection({', '.join(found)})" if found else ""
 
 
 def connect(
@@ -77,13 +150,11 @@ def connect(
 
     Args:
         group: the process group; None for virtual learners in this process.
-        device: the device of the model.
-        connection: None for the defaults. If the transport ``auto`` chooses ``pg``, the communicator's ``description``
-            contains the reason.
+        device: of the model.
+        connection: None for the defaults. Where ``auto`` chooses ``pg``, ``description`` has the reason.
         learners: number of virtual learners of each process; None for one real learner on each rank.
 
-    Raises:
-        ValueError: raised on every rank: the requested transport cannot connect the ranks, or a number is out of range.
+    ValueError, on every rank: the requested transport cannot connect the ranks, or a number is out of range.
     """
     connection = connection or Connection()
     transport, timeout, link = connection.transport, connection.timeout, connection.link
@@ -101,7 +172,6 @@ def connect(
 def _connect_elastic(
     group: dist.ProcessGroup | None, device: torch.device, connection: Connection, learners: int | None
 ) -> Communicator:
-    """The connection of learners that may die."""
     transport, timeout, membership = connection.transport, connection.timeout, connection.membership
     if connection.link is not None:
         raise ValueError("on_failure='shrink' cannot emulate a link: leave link= out")
@@ -130,12 +200,8 @@ def _connect_elastic(
         except coordination.Unreachable:
             if transport != "auto":
                 raise
-    roll = Roll(new_run(group, timeout), timeout)
-    fabric: Fabric
-    if coordinator is None:
-        fabric = ProcessGroupFabric(roll, str(dist.get_backend(group)), device)
-    else:
-        fabric = SharedMemoryFabric(roll, coordinator)
+    roll, kind = Roll(new_run(group, timeout), timeout), str(dist.get_backend(group))
+    fabric = ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)
 
@@ -144,17 +210,17 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
     hosts = gather_objects(group, coordination.host_id(), "the search for a transport", timeout)
     choice = choose_transport(transport, world_size=len(hosts), device=device.type, num_hosts=len(set(hosts)))
     reason = choice.reason
-    if choice.name == "ipc":
-        return CudaIpcCommunicator(group, device, timeout)
-    if choice.name in ("shm", "mixed"):
-        try:
-            if choice.name == "mixed":
-                return MixedCommunicator(group, hosts, timeout)
+    try:
+        if choice.name == "ipc":
+            return CudaIpcCommunicator(group, device, timeout)
+        if choice.name == "mixed":
+            return MixedCommunicator(group, hosts, timeout)
+        if choice.name == "shm":
             return SharedMemoryCommunicator(group, timeout)
-        except coordination.Unreachable as error:
-            if transport != "auto":
-                raise
-            reason = str(error)
+    except coordination.Unreachable as error:
+        if transport != "auto":
+            raise
+        reason = str(error)
     comm = ProcessGroupCommunicator(group, timeout=timeout)
     comm.description += f" ({reason})"
     return comm
@@ -167,9 +233,7 @@ def find_run(store: dist.Store, device: torch.device, timeout: float) -> Elastic
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")
-    fabric: Fabric
-    if run["kind"] == "shm":
-        fabric = SharedMemoryFabric(roll, coordination.Coordinator(None, timeout))
-    else:
-        fabric = ProcessGroupFabric(roll, run["kind"], device)
-    return ElasticCommunicator(fabric, first=run["first"])
+    kind, first = run["kind"], run["first"]
+    coordinator = coordination.Coordinator(None, timeout) if kind == "shm" else None
+    fabric = ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
+    return ElasticCommunicator(fabric, first=first)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.groups import Fact, at, check_has_average, size_of
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
-from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 
@@ -50,9 +48,7 @@ class ElasticCommunicator(Communicator):
     def enter(self, facts: list[Fact]) -> None:
         """As a new rank: ask to join, and wait until the members let it in. They wait from then on.
 
-        Raises:
-            ValueError: the ranks of the run train something else, or cannot take another rank.
-            RuntimeError: the run does not answer.
+        ValueError: the run trains something else, or cannot take another rank. RuntimeError: it does not answer.
         """
         roll = self._fabric.roll
         number = int(roll.store.add("joins", 1))  # of the request, from 1
@@ -90,8 +86,6 @@ class ElasticCommunicator(Communicator):
     @override
     def waited(self) -> Mapping[int, float]:
         return self._fabric.waited
-
-    # ---- ranks that join ----
 
     @override
     def announce(self, facts: Sequence[Fact], first: int) -> None:
@@ -152,31 +146,20 @@ class ElasticCommunicator(Communicator):
                 blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
 
             def round_of(members: Members, source: int = source) -> Round:
-                gives, takes = source in members, new in members
-                sources = (source,) if gives and self._fabric.rank == new else ()
-                readers = (new,) if takes and self._fabric.rank == source else ()
+                sources = (source,) if source in members and self._fabric.rank == new else ()
+                readers = (new,) if new in members and self._fabric.rank == source else ()
                 return Round(0.0, sources, (0.0,) * len(sources), readers)
 
             operation = self._begin(f"the state of learner {source} for learner {new}", blob, None, round_of=round_of)
-            members = self._agree(operation)
-            if source not in members:
-                self._fabric.done(operation)
-                continue
-            result = self._fabric.rows(operation, [source])[source].clone() if self._fabric.rank == new else None
+            has_sent, takes = source in self._agree(operation), self._fabric.rank == new
+            result = self._fabric.rows(operation, [source])[source].clone() if has_sent and takes else None
             self._fabric.done(operation)
-            return result
-
-    # ---- operations ----
+            if has_sent:
+                return result
 
     def _begin(self, what: str, row: Tensor, step: int | None, **more: Any) -> Operation:
-        operation = Operation(
-            number=self.num_operations,
-            what=what,
-            step=step,
-            row=row,
-            members=self.membership.members,
-            **{"round_of": self._round_of_all, **more},
-        )
+        members, more = self.membership.members, {"round_of": self._round_of_all, **more}
+        operation = Operation(number=self.num_operations, what=what, step=step, row=row, members=members, **more)
         self.num_operations += 1
         self._fabric.begin(operation)
         return operation
@@ -267,7 +250,5 @@ class _ElasticExchange(Exchange):
         return rows
 
     @override
-    def mixture(self) -> WeightAverage:
-        mixture = super().mixture()
-        assert isinstance(mixture, Mixture)
-        return replace(mixture, out=self._comm._fabric.next_row(self._operation))
+    def new_row(self) -> Tensor | None:
+        return self._comm._fabric.next_row(self._operation)

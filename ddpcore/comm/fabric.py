@@ -120,8 +120,7 @@ class Fabric(ABC):
     def agree(self, operation: Operation) -> Members:
         """Wait until all members have published their rows or are dead. Returns those that have, on every rank alike.
 
-        Raises:
-            RuntimeError: a member lives and does not come in time, or calls another operation.
+        RuntimeError: a member lives and does not come in time, or calls another operation.
         """
 
     @abstractmethod
@@ -181,13 +180,11 @@ class SharedMemoryFabric(Fabric):
     def begin(self, operation: Operation) -> None:
         row = operation.row.view(torch.uint8)
         self._areas.note_used(self._coordinator.num_operations)
-        mine = self._own if operation.in_place else None
-        is_there = mine is not None and mine.views[self.rank].data_ptr() == row.data_ptr()
-        area = mine if mine is not None and is_there else self._free_area(row.numel())
+        area = self._own if operation.in_place else None
+        if area is None or area.views[self.rank].data_ptr() != row.data_ptr():
+            area = self._free_area(row.numel())
+            area.views[self.rank][: row.numel()].copy_(row)
         area.used = None
-        own = area.views[self.rank][: row.numel()]
-        if own.data_ptr() != row.data_ptr():
-            own.copy_(row)
         operation.place = area, self._coordinator.arrive(str(operation))
 
     @override
@@ -223,12 +220,10 @@ class SharedMemoryFabric(Fabric):
             parts = {rank: view.split(size) for rank, view in views.items()}
             return [Slot({rank: part[place] for rank, part in parts.items()}) for place in range(num)]
 
-        return self._areas.take(
-            size,
-            self._coordinator.num_operations,
-            make,
-            lambda _, number: self._coordinator.await_passed(self.members, number, may_die=True),
-        )
+        def await_passed(_: Sequence[int], number: int) -> None:  # of all members: slots have no readers here
+            self._coordinator.await_passed(self.members, number, may_die=True)
+
+        return self._areas.take(size, self._coordinator.num_operations, make, await_passed)
 
 
 @dataclass

@@ -59,7 +59,6 @@ class Call(AbstractContextManager[None]):
     It can be entered repeatedly. The group's own timeout returns on leaving, so other calls of the group keep it.
 
     Args:
-        group: the process group.
         what: the call, such as ``the exchange of 5000 float32 at step 3``.
         peers: ranks of the group that take part; None means all.
         timeout: seconds that the calls may take; None: the timeout of the group.
@@ -114,13 +113,9 @@ def own_group(
     Calls of ``torch.distributed`` do not take it; its methods, such as ``allreduce``, do the same.
 
     Args:
-        backends: ``gloo`` or ``nccl`` for each type of device, such as ``cpu``.
+        backends: ``gloo`` or ``nccl`` for each type of device, such as ``cpu``. ValueError: another one.
         store: a place that no other group uses.
-        connect_seconds: until all have come, over gloo; NCCL connects in the first call.
-
-    Raises:
-        ValueError: another backend. Nothing was sent.
-        RuntimeError: a rank did not come.
+        connect_seconds: until all have come, over gloo; NCCL connects in the first call. RuntimeError: one did not.
     """
     if unknown := sorted(set(backends.values()).difference(("gloo", "nccl"))):
         raise ValueError(
@@ -152,7 +147,7 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float) -> list[Any]:
+def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
     values: list[Any] = [None] * dist.get_world_size(group)
     with Call(group, what, timeout=timeout):

@@ -33,10 +33,7 @@ class Link:
     Attributes:
         bits_per_second: bandwidth in each of the two directions, which a learner uses at the same time.
         delay: seconds from the last bit that leaves to the last bit that arrives.
-        slow: factor of the computing time of learner 0, at least 1.
-
-    Raises:
-        ValueError: a number is out of its range.
+        slow: factor of the computing time of learner 0, at least 1. ValueError: a number is out of its range.
     """
 
     bits_per_second: float
@@ -49,20 +46,12 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """Parse ``10Gb/s,50us`` or, with a slow learner, ``10Gb/s,50us,slow=2``. Mb/s and ms are units too.
-
-        Raises:
-            ValueError: the text has another form.
-        """
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        """Parse ``10Gb/s,50us`` or ``10Gb/s,50us,slow=2``; Mb/s and ms are units too. ValueError: another form."""
+        if (found := _TEXT.fullmatch(text)) is None:
             raise ValueError(f"link is {text!r}: write a bandwidth and a delay, 10Gb/s,50us or 10Gb/s,50us,slow=2")
         bandwidth, unit, delay, scale, slow = found.groups()
-        return cls(
-            bits_per_second=float(bandwidth) * _BITS[unit],
-            delay=float(delay) * _SECONDS[scale],
-            slow=float(slow or 1),
-        )
+        bits, seconds = float(bandwidth) * _BITS[unit], float(delay) * _SECONDS[scale]
+        return cls(bits_per_second=bits, delay=seconds, slow=float(slow or 1))
 
     def __str__(self) -> str:
         slow = f", learner 0 {self.slow:g} times slower" if self.slow > 1 else ""
@@ -98,15 +87,8 @@ class LinkedCommunicator(Communicator):
     - Clocks advance when a result is used (``wait``, ``mixture``, ``correction``), so earlier computation overlaps.
 
     A wait gathers the send times of all ranks, so a late learner delays only the learners that need its message.
-    Broadcasts and gathers take no time, because no strategy calls them in a step.
-
-    Args:
-        inner: the connection that sends the bytes, of one learner on each rank.
-        link: the link to emulate.
-        cpu: see :class:`LearnerClock`.
-
-    Attributes:
-        clock: the clock of this learner.
+    Broadcasts and gathers take no time, because no strategy calls them in a step. ``inner``, which sends the bytes, has
+    one learner on each rank, whose clock is ``clock``; for ``cpu`` see :class:`LearnerClock`.
     """
 
     transport = "link"

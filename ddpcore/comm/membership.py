@@ -79,11 +79,7 @@ class Membership:
         self._known: dict[tuple[int, int], tuple[Topology, Topology]] = {}
 
     def change(self, members: tuple[int, ...], operation: int, step: int | None) -> None:
-        """Take other members from an operation on. No change if they are the same.
-
-        Raises:
-            TooFewLeft: fewer than two are left.
-        """
+        """Take other members from an operation on. No change if they are the same. TooFewLeft: fewer than two are."""
         if members == self.members:
             return
         lost = tuple(sorted(set(self.members).difference(members)))
@@ -124,9 +120,7 @@ class Membership:
 class Roll:
     """The record of a run's generations, in a store that all ranks reach and that outlives each of them.
 
-    Args:
-        store: under a prefix that no other run uses.
-        timeout: seconds that a living rank may let the others wait.
+    The store is under a prefix that no other run uses. A living rank may let the others wait for ``timeout`` seconds.
     """
 
     def __init__(self, store: dist.Store, timeout: float) -> None:
@@ -164,8 +158,7 @@ class Roll:
     def next_generation(self, members: tuple[int, ...], state: int) -> tuple[tuple[int, ...], list[int]]:
         """Open or join the next generation. Returns its members, on each of them the same, and the state of each.
 
-        Raises:
-            RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
+        RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
         """
         try:
             agreed = self._agree(members, state)

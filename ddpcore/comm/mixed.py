@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ddpcore.comm.base import Exchange, Work
 from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
-from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
@@ -32,27 +31,20 @@ class MixedCommunicator(ProcessGroupCommunicator):
     all ranks, broadcasts, gatherings, and rows that change without waiting.
 
     Args:
-        group: a process group; None is the default group, which must be initialised.
+        group, timeout: see :class:`ProcessGroupCommunicator`.
         hosts: of each rank, a text that is equal for two ranks of one host.
-        timeout: seconds that a living rank may let the others wait.
 
-    Attributes:
-        bytes_by_group: bytes that this learner has sent over the process group.
-
-    Raises:
-        ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of
-            one host cannot reach each other's memory.
+    ValueError: there is no process group, or ``hosts`` has not one text for each rank; or, on every rank, ranks of one
+    host cannot reach each other's memory.
     """
 
-    bytes_by_group: int = 0
+    bytes_by_group: int = 0  # that this learner has sent over the process group
 
     def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[str], timeout: float = TIMEOUT_SECONDS) -> None:
         super().__init__(group, timeout=timeout)
         self.transport = "mixed"
-        if len(hosts) != self.num_learners:
-            raise ValueError(
-                f"hosts names {len(hosts)} hosts and there are {self.num_learners} ranks: give one for each rank"
-            )
+        if len(hosts) != (num := self.num_learners):
+            raise ValueError(f"hosts names {len(hosts)} hosts and there are {num} ranks: give one for each rank")
         self._hosts = tuple(hosts)
         on_host = [other for other, host in enumerate(hosts) if host == hosts[self.rank]]
         self._near = SharedMemoryCommunicator(self.group, timeout, on_host)
@@ -135,11 +127,8 @@ class _MixedExchange(Exchange):
         return {learner: row for learner, row in rows.items() if learner not in self.learners}
 
     @override
-    def mixture(self) -> WeightAverage:
-        """In place, the exchange inside the host says where the new weights go."""
-        mixture, near = super().mixture(), self._near.mixture()
-        assert isinstance(mixture, Mixture) and isinstance(near, Mixture)
-        return replace(mixture, out=near.out)
+    def new_row(self) -> Tensor | None:
+        return self._near.new_row()
 
     @override
     def abandon(self) -> None:

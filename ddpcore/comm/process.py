@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 
@@ -29,11 +30,12 @@ from ddpcore.comm.groups import (
 )
 from ddpcore.comm.reductions import all_reduce_bytes, average_blocks_, average_bytes, is_gathered, sum_of
 from ddpcore.comm.served import ServedLiveWeights
+from ddpcore.comm.virtual import csr_of
 from ddpcore.ops import StackedMixture, WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
-from ddpcore.topology.rounds import Round
+from ddpcore.topology.rounds import Round, mixing_matrix
 
 
 def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Work:
@@ -97,8 +99,9 @@ class ProcessGroupCommunicator(Communicator):
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         self.transport = "pg" if num_rows == 1 else "grid"
         backend = dist.get_backend(self.group)
-        virtual = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
-        self.description = f"torch.distributed, {backend}" if num_rows == 1 else virtual
+        self.description = f"torch.distributed, {backend}"
+        if num_rows > 1:
+            self.description = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
         self._is_gloo = backend == "gloo"
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._groups: dict[int, tuple[dist.ProcessGroup, range]] = {}  # of this rank by their size, and their ranks
@@ -132,8 +135,7 @@ class ProcessGroupCommunicator(Communicator):
         num = size // self.num_rows
         first = self.rank // num * num
         known = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        backends = {device.type: known[device.type] for device in self.group._device_types}
-        ranks = range(first, first + num)
+        backends, ranks = {one.type: known[one.type] for one in self.group._device_types}, range(first, first + num)
         self._groups[size] = self._own_group(ranks, backends, f"the set-up of groups of {size}"), ranks
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
@@ -150,8 +152,7 @@ class ProcessGroupCommunicator(Communicator):
         """A thread of each rank answers the others, over a group of gloo."""
         if self.num_rows > 1 or self.num_ranks == 1:
             return super().live(weights_LP, rule)
-        what = "the set-up of weights that others change"
-        group = self._own_group(range(self.num_ranks), {"cpu": "gloo"}, what)
+        group = self._own_group(range(self.num_ranks), {"cpu": "gloo"}, "the set-up of weights that others change")
         return ServedLiveWeights(group, weights_LP, self.timeout, rule or PairMean())
 
     @override
@@ -162,8 +163,7 @@ class ProcessGroupCommunicator(Communicator):
         several rows is sent as fp32. Gathered rows are added in ascending order, as the rows of virtual learners are.
         """
         check_has_average(rows)
-        num = size or self.num_learners
-        if num == 1:
+        if (num := size or self.num_learners) == 1:
             return Work()
         if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
             average_blocks_(rows, num)
@@ -270,12 +270,8 @@ class _RankExchange(Exchange):
             return super().mixture()
         others = self.received()
         column_of = {learner: column for column, learner in enumerate([*self.learners, *others])}
-        offsets, columns, values = [0], [], []
-        for learner in self.learners:
-            round_ = self.round_of(learner)
-            columns += [column_of[learner], *(column_of[source] for source in round_.sources)]
-            values += [round_.self_weight, *round_.weights]
-            offsets.append(len(columns))
-        weights = torch.tensor(values, dtype=torch.float32, device=self._device)
-        offsets_, columns_ = (torch.tensor(numbers, device=self._device) for numbers in (offsets, columns))
-        return StackedMixture(list(others.values()), offsets_, columns_, weights)
+        rounds = [
+            replace(one, sources=tuple(column_of[source] for source in one.sources))
+            for one in map(self.round_of, self.learners)
+        ]
+        return StackedMixture(list(others.values()), *csr_of(mixing_matrix(rounds), self._device))

@@ -39,15 +39,10 @@ _ADVICE = "end training with a collective call on all ranks, and after a failure
 
 
 class ServedLiveWeights(LiveWeights):
-    """One row of each rank. The constructor is collective.
+    """One row of each rank. The constructor is collective, over a group of gloo that serves these weights alone.
 
-    When the last reference to the object goes, this rank leaves: an average with it is then an error.
-
-    Args:
-        group: of gloo, for these weights alone; any number of ranks above one.
-        weights_LP: ``[1, P]``, of this rank. The row is a copy on the CPU.
-        timeout: seconds that a living rank may let another one wait.
-        rule: what a meeting does to two rows.
+    When the last reference to the object goes, this rank leaves: an average with it is then an error. The row is a copy
+    of the weights ``[1, P]`` on the CPU. A living rank may let another one wait for ``timeout`` seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights_LP: Tensor, timeout: float, rule: PairMean) -> None:
@@ -64,29 +59,22 @@ class ServedLiveWeights(LiveWeights):
         """RuntimeError: the peer is gone or does not answer, or another rank has died in the middle of an average."""
         shared, mean = self._shared, self._received
         step_P = (job.model - job.read).to("cpu")  # from a GPU this waits for the step, which must not hold a lock
-        if peer > learner:  # the own row is the first to be locked
-            with shared.writing():
-                shared.ask(peer)
-                shared.send(shared.row[0], peer, _ASKS)
-                shared.receive(mean, peer, _ANSWERS)
-                self._end(mean, step_P, job)
-            return
-        if peer < learner:
+        if peer < learner:  # the peer's row is the first to be locked
             shared.ask(peer)
             shared.receive(mean, peer, _ANSWERS)  # its weights, until they are the mean
         with shared.writing():
-            if peer == learner:
+            if peer > learner:
+                shared.ask(peer)
+                shared.send(shared.row[0], peer, _ASKS)
+                shared.receive(mean, peer, _ANSWERS)
+            elif peer == learner:
                 mean.copy_(shared.row[0])
             else:
                 average_pair_(mean, shared.row[0])
                 shared.send(mean, peer, _ASKS)
-            self._end(mean, step_P, job)
-
-    def _end(self, mean_P: Tensor, step_P: Tensor, job: Job) -> None:
-        shared = self._shared
-        shared.rule.apply_mean_(shared.row, mean_P)
-        shared.row.add_(step_P)
-        job.begin_next_(shared.row[0])
+            shared.rule.apply_mean_(shared.row, mean)
+            shared.row.add_(step_P)
+            job.begin_next_(shared.row[0])
 
     @override
     def drift(self, learner: int, time: float) -> None:
@@ -149,35 +137,33 @@ class _Row:
                 raise
 
     @contextmanager
-    def naming(self, what: str, whom: str) -> Iterator[None]:
+    def naming(self, what: str, whom: str = "it") -> Iterator[None]:
         """Name the operation in errors of messages inside."""
         try:
             yield
         except _LeftError:
             raise
         except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            seconds = f"{self.timeout.total_seconds():g} s"
+            first, seconds = str(error).partition("\n")[0], f"{self.timeout.total_seconds():g} s"
             why = f"{whom}, or one that it waits for, died, left or did not come within {seconds}"
             raise RuntimeError(f"{what} failed on rank {self.rank}: {why}: {_ADVICE} ({first})") from error
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        with self.naming(f"an average with rank {rank}", "it"):
+        with self.naming(f"an average with rank {rank}"):
             self.group.send([tensor], rank, tag).wait(self.timeout)
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> None:
-        with self.naming(f"an average with rank {rank}", "it"):
+        with self.naming(f"an average with rank {rank}"):
             self.group.recv([tensor], rank, tag).wait(self.timeout)
 
     def ask(self, peer: int) -> None:
         """Ask the thread of a peer for a meeting."""
-        message = _word(_MEETS)
-        what = f"an average with rank {peer}"
-        with self.naming(what, "it"), self._order:
-            if peer in self.gone:
-                raise _LeftError(f"{what} failed on rank {self.rank}: it has left: {_ADVICE}")
-            work = self.group.send([message], peer, _TO_THREAD)
-        with self.naming(what, "it"):
+        message, what = _word(_MEETS), f"an average with rank {peer}"
+        with self.naming(what):
+            with self._order:
+                if peer in self.gone:
+                    raise _LeftError(f"{what} failed on rank {self.rank}: it has left: {_ADVICE}")
+                work = self.group.send([message], peer, _TO_THREAD)
             work.wait(self.timeout)
 
     def leave(self) -> None:
@@ -207,8 +193,7 @@ def _word(what: int) -> Tensor:
 @torch.no_grad()
 def _serve(shared: _Row) -> None:
     """Answer the others until nobody asks any more, or until an error, which the program sees when it uses the row."""
-    word = _word(0)
-    received = torch.empty_like(shared.row[0])
+    word, received = _word(0), torch.empty_like(shared.row[0])
     try:
         while shared.gone != shared.others:
             work = shared.group.recv_anysource([word], _TO_THREAD)
@@ -218,16 +203,15 @@ def _serve(shared: _Row) -> None:
                 shared.has_left(peer)
             elif int(word) == _REPLIES:
                 shared.gone.add(peer)
-            elif peer < shared.rank:
-                with shared.writing():
-                    shared.receive(received, peer, _ASKS)
-                    average_pair_(received, shared.row[0])
-                    shared.send(received, peer, _ANSWERS)
-                    shared.rule.apply_mean_(shared.row, received)
             else:
                 with shared.writing():
-                    shared.send(shared.row[0], peer, _ANSWERS)
-                    shared.receive(received, peer, _ASKS)
+                    if peer < shared.rank:
+                        shared.receive(received, peer, _ASKS)
+                        average_pair_(received, shared.row[0])
+                        shared.send(received, peer, _ANSWERS)
+                    else:
+                        shared.send(shared.row[0], peer, _ANSWERS)
+                        shared.receive(received, peer, _ASKS)
                     shared.rule.apply_mean_(shared.row, received)
         for _, work in shared.sent:  # wait until what was told has left
             with suppress(RuntimeError):

@@ -82,11 +82,9 @@ class VirtualCommunicator(Communicator):
 
 def csr_of(mixing: MixingMatrix, device: torch.device) -> Rows:
     """A mixing matrix for ``mix_stacked_``."""
-    return (
-        torch.from_numpy(mixing.offsets).to(device),
-        torch.from_numpy(mixing.columns).to(device),
-        torch.from_numpy(mixing.values.astype(np.float32)).to(device),
-    )
+    arrays: list[np.ndarray] = [mixing.offsets, mixing.columns, mixing.values.astype(np.float32)]
+    offsets, columns, values = (torch.from_numpy(one).to(device) for one in arrays)
+    return offsets, columns, values
 
 
 class StackedExchange(Exchange):
@@ -141,9 +139,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             change = self._script.pop(0)
             if change.joined:
                 raise RuntimeError(f"{change}: learners join between two steps, and this is in the middle of one")
-            members = {*self.membership.members, *change.joined}.difference(change.lost)
-            self.membership.change(tuple(sorted(members)), self.num_operations, step)
-            self._take_members()
+            self._take({*self.membership.members}.difference(change.lost), step)
         self.num_operations += 1
 
     @override
@@ -151,13 +147,13 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         if not self._script or not self._script[0].joined or self._script[0].operation > self.num_operations:
             return None
         (new,) = self._script.pop(0).joined
-        self.membership.change(tuple(sorted((*self.membership.members, new))), self.num_operations, step)
-        self._take_members()
+        self._take({*self.membership.members, new}, step)
         self.num_operations += NUM_TO_JOIN
         return new
 
-    def _take_members(self) -> None:
-        members = self.membership.members
+    def _take(self, ids: Set[int], step: int | None) -> None:
+        members = tuple(sorted(ids))
+        self.membership.change(members, self.num_operations, step)
         self.num_learners = len(members)
         self.learners = tuple(members.index(row) if row in members else 0 for row in range(self._num_rows))
 

@@ -7,16 +7,6 @@ from ddpcore.data.transforms import Augmentation, Normalization
 from ddpcore.data.uneven import SHARDS, split, total_variation
 
 __all__ = [
-    "Augmentation",
-    "DATASETS",
-    "Dataset",
-    "Normalization",
-    "ResharedBatches",
-    "SAMPLERS",
-    "SHARDS",
-    "ShardedBatches",
-    "Split",
-    "load_dataset",
-    "split",
-    "total_variation",
-]
+    "Augmentation", "DATASETS", "Dataset", "Normalization", "ResharedBatches", "SAMPLERS", "SHARDS", "ShardedBatches",
+    "Split", "load_dataset", "split", "total_variation",
+]  # fmt: skip

@@ -35,9 +35,8 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point() and not self.has_tokens:
-            raise ValueError(
-                f"Split: inputs are {self.inputs.dtype}, they must be uint8 images, floating samples or int64 tokens"
-            )
+            kinds = "uint8 images, floating samples or int64 tokens"
+            raise ValueError(f"Split: inputs are {self.inputs.dtype}, they must be {kinds}")
         if self.labels.dtype != torch.int64:
             raise ValueError(f"Split: labels are {self.labels.dtype}, they must be int64 class numbers")
         given, fits = (self.inputs.ndim, self.labels.ndim), self.labels.shape[:1] == self.inputs.shape[:1]
@@ -119,9 +118,8 @@ class Dataset:
         for split in self.splits().values():
             shape = tuple(split.inputs.shape[1:])
             if shape != self.input_shape:
-                raise ValueError(
-                    f"{self.name}: samples are {list(shape)}, input_shape must be the same, not {self.input_shape}"
-                )
+                other = f"input_shape must be the same, not {self.input_shape}"
+                raise ValueError(f"{self.name}: samples are {list(shape)}, {other}")
             if split.has_tokens != self.has_tokens:
                 raise ValueError(f"{self.name}: some splits have tokens and others have none: give all the same dtype")
             for what, numbers in (("label", split.labels), *([("token", split.inputs)] if split.has_tokens else [])):
@@ -158,9 +156,7 @@ class Dataset:
 
     def transformed(self, normalization: Normalization | None, augmentation: Augmentation | None) -> Dataset:
         """The same samples; the normalization (or none) is for every split, the augmentation only for training."""
-        changed: dict[str, Any] = {
-            name: replace(split, normalization=normalization) for name, split in self.splits().items()
-        }
+        changed: dict[str, Any] = {k: replace(split, normalization=normalization) for k, split in self.splits().items()}
         changed["train"] = replace(changed["train"], augmentation=augmentation)
         return replace(self, **changed)
 
@@ -171,9 +167,8 @@ class Dataset:
         """
         total = len(self.train)
         if not 1 <= num_samples < total:
-            raise ValueError(
-                f"{self.name}: cannot hold out {num_samples} of {total} training samples, take 1 to {total - 1}"
-            )
+            what = f"{num_samples} of {total} training samples"
+            raise ValueError(f"{self.name}: cannot hold out {what}, take 1 to {total - 1}")
         order = torch.from_numpy(permutation(total, seed, 0, 0, 0).copy())  # a key that no ShardedBatches uses
         validation = replace(self.train.take(order[-num_samples:]), augmentation=None)
         return replace(self, train=self.train.take(order[:-num_samples]), validation=validation)

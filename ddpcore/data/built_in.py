@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,20 +49,15 @@ def load_python_text(context: int = 64) -> Dataset:
     both. Windows of a file follow each other without a gap. The bytes after its last whole window are left out.
 
     Other versions of Python have other text: compare only runs whose data have the same :meth:`Dataset.digest`.
-
-    Raises:
-        ValueError: the context is below 1, a source file of the standard library is missing, or a file is shorter than
-            a window.
+    ValueError: the context is below 1, a source file of the standard library is missing, or is shorter than a window.
     """
     check_range("python_text: context", context, least=1)
-    train, test = (_text_split(modules, context) for modules in (TRAIN_MODULES, TEST_MODULES))
+    splits = []
+    for modules in (TRAIN_MODULES, TEST_MODULES):
+        inputs, labels = zip(*(_windows(module, context) for module in modules), strict=True)
+        splits.append(Split(torch.cat(inputs), torch.cat(labels)))
+    train, test = splits
     return Dataset("python_text", train, test, NUM_BYTES, (context,))
-
-
-def _text_split(modules: Sequence[str], context: int) -> Split:
-    windows = [_windows(module, context) for module in modules]
-    inputs, labels = (torch.cat(parts) for parts in zip(*windows, strict=True))
-    return Split(inputs, labels)
 
 
 def _windows(module: str, context: int) -> tuple[Tensor, Tensor]:
@@ -72,25 +66,19 @@ def _windows(module: str, context: int) -> tuple[Tensor, Tensor]:
     try:
         text = torch.from_numpy(np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.int64))
     except OSError as error:
-        raise ValueError(
-            f"python_text: {shown(path)} cannot be read ({error.strerror}): this Python lacks a source file of its "
-            "standard library, take another Python or another data set"
-        ) from None
+        why = f"({error.strerror}): this Python lacks a source file of its standard library"
+        advice = "take another Python or another data set"
+        raise ValueError(f"python_text: {shown(path)} cannot be read {why}, {advice}") from None
     num = (len(text) - 1) // context
     if num < 1:
         raise ValueError(f"python_text: context is {context}: {shown(path)} has {len(text)} bytes, take less")
     return text[: num * context].view(num, context), text[1 : num * context + 1].view(num, context)
 
 
-INPUT_SHAPE: tuple[int, ...] = (10,)
-NUM_CLASSES = 2
 NUM_SAMPLES = 1000
-SADDLE_CLASSES = 2
 
 
-def load_synthetic(
-    input_shape: tuple[int, ...] = INPUT_SHAPE, num_classes: int = NUM_CLASSES, seed: int = 0
-) -> Dataset:
+def load_synthetic(input_shape: tuple[int, ...] = (10,), num_classes: int = 2, seed: int = 0) -> Dataset:
     """Standard normal samples float32 ``[1000, *input_shape]`` with uniformly random labels; no test split.
 
     They depend on the seed only, not on torch's global generator. ValueError if the shape is empty or a size is below
@@ -117,8 +105,7 @@ def load_saddle(
     ``coupling`` in q. The negative of each sample is also a sample, so p and q have mean zero. The samples depend on
     the arguments only, not on torch's global generator.
 
-    Raises:
-        ValueError: the dimension is below 2, the number of samples is odd or below 2, or another argument is negative.
+    ValueError: the dimension is below 2, the number of samples is odd or below 2, or another argument is negative.
     """
     check_range("saddle: dimension", dimension, least=2)
     if num_samples < 2 or num_samples % 2:
@@ -130,4 +117,4 @@ def load_saddle(
     half *= torch.tensor([[slope], [coupling]], dtype=torch.float32, device="cpu")
     samples = torch.cat([half, -half]).flatten(1)[torch.randperm(num_samples, generator=random, device="cpu")]
     labels = torch.ones(num_samples, dtype=torch.int64, device="cpu")
-    return Dataset("saddle", Split(samples, labels), None, SADDLE_CLASSES, tuple(samples.shape[1:]))
+    return Dataset("saddle", Split(samples, labels), None, 2, tuple(samples.shape[1:]))

@@ -39,11 +39,8 @@ class Variant:
     @property
     def layouts(self) -> tuple[tuple[str, ...], ...]:
         """The files of the Python layout and of the binary layout, relative to data_dir. One layout is enough."""
-        names = (*self.train, self.test)
-        return (
-            tuple(f"{self.python_folder}/{name}" for name in names),
-            tuple(f"{self.binary_folder}/{name}.bin" for name in names),
-        )
+        forms = (f"{self.python_folder}/{{}}", f"{self.binary_folder}/{{}}.bin")
+        return tuple(tuple(form.format(name) for name in (*self.train, self.test)) for form in forms)
 
 
 CIFAR10 = Variant(
@@ -86,20 +83,11 @@ def load(variant: Variant, data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES
     run code when it is read. So its MD5 is compared first, always, and a pickle that is not the canonical one is an
     error. A file that takes more than ``max_bytes``, unpacked, is refused.
 
-    Raises:
-        ValueError: a file is missing, damaged, or not a file of this data set; the message has its path.
+    ValueError, with the path: a file is missing, damaged, or not a file of this data set.
     """
-    folder = _folder(variant, Path(data_dir))
+    folder, transforms = _folder(variant, Path(data_dir)), (variant.normalization, Augmentation())
     train, test = (_split(variant, folder, names, max_bytes) for names in (variant.train, (variant.test,)))
-    return Dataset(
-        variant.name,
-        train,
-        test,
-        variant.num_classes,
-        INPUT_SHAPE,
-        normalization=variant.normalization,
-        augmentation=Augmentation(),
-    )
+    return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE, None, *transforms)
 
 
 def load_cifar10(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
@@ -117,10 +105,8 @@ def _folder(variant: Variant, root: Path) -> Path:
     complete = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
     existing = [names for names in variant.layouts if (root / names[0]).parent.exists()]
     if not existing:
-        raise ValueError(
-            f"{shown(root)}: holds neither {variant.python_folder} nor {variant.binary_folder}, set data_dir "
-            "(--data-dir) to the folder that holds one of them"
-        )
+        advice = "set data_dir (--data-dir) to the folder that holds one of them"
+        raise ValueError(f"{shown(root)}: holds neither {variant.python_folder} nor {variant.binary_folder}, {advice}")
     return (root / (complete or existing)[0][0]).parent
 
 
@@ -137,9 +123,8 @@ def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
     content, path = _read(folder / f"{name}.bin", max_bytes)
     size = variant.label_bytes + IMAGE_BYTES
     if len(content) % size:
-        raise ValueError(
-            f"{path}: truncated or another file, {len(content)} bytes in records of {size}, fetch it again"
-        )
+        found = f"{len(content)} bytes in records of {size}"
+        raise ValueError(f"{path}: truncated or another file, {found}, fetch it again")
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
     labels = records[:, variant.label_bytes - 1]
     if len(labels) == 0:
@@ -154,10 +139,9 @@ def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
     content, path = _read(folder / name, max_bytes)
     found, canonical = hashlib.md5(content, usedforsecurity=False).hexdigest(), variant.md5[name]
     if found != canonical:
-        raise ValueError(
-            f"{path}: its MD5 {found} is not {canonical}, the MD5 of the canonical file, and a pickle can run code: "
-            f"fetch it again, or take the binary files, {variant.binary_folder}/*.bin"
-        )
+        why = f"its MD5 {found} is not {canonical}, the MD5 of the canonical file, and a pickle can run code"
+        advice = f"fetch it again, or take the binary files, {variant.binary_folder}/*.bin"
+        raise ValueError(f"{path}: {why}: {advice}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy 2.4 warns of how NumPy 1 has written the dtype
         batch = pickle.loads(content, encoding="latin1")

@@ -29,6 +29,11 @@ def _cifar(variant: cifar.Variant, archive: str, md5: str) -> tuple[Source, ...]
     return (Source(url=url, md5=md5, folder="", layouts=variant.layouts),)
 
 
+def _mnist(name: str, md5: str) -> Source:
+    url, folder = f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", "MNIST/raw"
+    return Source(url=url, md5=md5, folder=folder, layouts=((f"{folder}/{name}",), (f"{folder}/{name}.gz",)))
+
+
 _MNIST = (
     "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "d53e105ee54ea40749a09fcbcd1e9432",
@@ -36,15 +41,7 @@ _MNIST = (
     "ec29112dd5afa0611ce80d1b7f02629c",
 )
 SOURCES = {
-    "mnist": tuple(
-        Source(
-            url=f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz",
-            md5=md5,
-            folder="MNIST/raw",
-            layouts=((f"MNIST/raw/{name}",), (f"MNIST/raw/{name}.gz",)),
-        )
-        for name, md5 in zip(mnist.FILES, _MNIST, strict=True)
-    ),
+    "mnist": tuple(_mnist(*pair) for pair in zip(mnist.FILES, _MNIST, strict=True)),
     "cifar10": _cifar(cifar.CIFAR10, "cifar-10-python", "c58f30108f718f92721af3b95e74349a"),
     "cifar100": _cifar(cifar.CIFAR100, "cifar-100-python", "eb9058c3a382ffc7106e4002c42a8d85"),
 }
@@ -53,9 +50,7 @@ SOURCES = {
 def download(name: str, data_dir: str | Path) -> None:
     """Download the files of a data set that data_dir does not hold yet, check their MD5 and unpack them.
 
-    Raises:
-        MissingPackage: pooch is not installed.
-        ValueError: a file cannot be downloaded or has another MD5.
+    MissingPackage: pooch is not installed. ValueError: a file cannot be downloaded or has another MD5.
     """
     root = Path(data_dir)
     for source in SOURCES[name]:

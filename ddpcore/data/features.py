@@ -38,9 +38,8 @@ def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int
     If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files must
     match it.
 
-    Raises:
-        ValueError: a file is missing or damaged; an array is missing or has another dtype or shape; an input is not
-            finite; a label is negative or too large. One line that names the file or the folder.
+    ValueError, in one line that names the file or the folder: a file is missing or damaged; an array is missing or has
+    another dtype or shape; an input is not finite; a label is negative or too large.
     """
     root = Path(data_dir)
     sums = _checksums(root)
@@ -69,9 +68,8 @@ def _checksums(root: Path) -> dict[Path, str] | None:
     try:
         lines = [_SUM.fullmatch(line) for line in read_file(path).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{shown(path)}: cannot be read ({type(error).__name__}), write it again with sha256sum"
-        ) from error
+        reason = type(error).__name__
+        raise ValueError(f"{shown(path)}: cannot be read ({reason}), write it again with sha256sum") from error
     if None in lines:
         raise ValueError(f"{shown(path)}: line {lines.index(None) + 1} is none of sha256sum, write it again")
     sums = {root / match[2]: match[1] for match in lines if match is not None}

@@ -38,22 +38,13 @@ def load(data_dir: str | Path, verify: bool = True, *, max_bytes: int = MNIST_BY
     """Read images uint8 ``[N, 1, 28, 28]`` and labels of both splits from ``data_dir/MNIST/raw/*-ubyte`` (or ``.gz``).
 
     With ``verify``, a warning is given for each file whose content, unpacked, has another MD5 than the canonical
-    file's. A file that has more than ``max_bytes``, unpacked, is refused.
-
-    Raises:
-        ValueError: a file is missing, damaged, or not a file of MNIST; the message has its path.
+    file's. A file that has more than ``max_bytes``, unpacked, is refused. ValueError, with the path: a file is missing,
+    damaged, or not a file of MNIST.
     """
     folder = Path(data_dir) / "MNIST" / "raw"
     train, test = (_split(folder, names, verify, max_bytes) for names in (FILES[:2], FILES[2:]))
-    return Dataset(
-        "mnist",
-        train,
-        test,
-        NUM_CLASSES,
-        INPUT_SHAPE,
-        normalization=NORMALIZATION,
-        augmentation=Augmentation(flip=False),  # a mirrored digit is not a digit of its class
-    )
+    augmentation = Augmentation(flip=False)  # a mirrored digit is not a digit of its class
+    return Dataset("mnist", train, test, NUM_CLASSES, INPUT_SHAPE, None, NORMALIZATION, augmentation)
 
 
 def _split(folder: Path, names: Sequence[str], verify: bool, max_bytes: int) -> Split:
@@ -76,10 +67,9 @@ def _split(folder: Path, names: Sequence[str], verify: bool, max_bytes: int) -> 
 
 
 def _parse(path: Path, content: bytes, magic: int, sample_shape: tuple[int, ...]) -> Tensor:
-    """The samples of an IDX file, uint8 ``[N, *sample_shape]``.
+    """The samples of an IDX file, uint8 ``[N, *sample_shape]``, after a magic number and the dimensions.
 
-    The file holds a magic number, the dimensions and the samples. The magic number and each dimension are 4 bytes,
-    big-endian.
+    These are 4 bytes each, big-endian.
     """
     shown_path = shown(path)
     header_size = 4 * (2 + len(sample_shape))

@@ -75,16 +75,12 @@ def load_dataset(
         download_files(name, data_dir)
     given = {"seed": seed, "verify": verify, **({} if data_dir is None else {"data_dir": data_dir})}
     dataset = DATASETS.build(name, **given, **options)
-    for flag, wanted, there in (
-        ("normalize", normalize, dataset.normalization),
-        ("augment", augment, dataset.augmentation),
-    ):
+    normalization = dataset.normalization if normalize else None
+    augmentation = replace(dataset.augmentation, seed=seed) if augment and dataset.augmentation is not None else None
+    for flag, wanted, there in (("normalize", normalize, normalization), ("augment", augment, augmentation)):
         if wanted and there is None:
             raise ValueError(f"data set {name} does not say how to {flag} its samples: leave {flag} out")
-    dataset = dataset.transformed(
-        dataset.normalization if normalize else None,
-        replace(dataset.augmentation, seed=seed) if augment and dataset.augmentation is not None else None,
-    )
+    dataset = dataset.transformed(normalization, augmentation)
     if num_validation:
         dataset = dataset.hold_out(num_validation, seed)
     dataset = dataset.limit(num_train, num_test, seed)

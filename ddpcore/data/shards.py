@@ -33,10 +33,8 @@ def check_growth(name: str, batch_size: int, growth: Growth) -> None:
 def check_sizes(name: str, sizes: Sequence[int], batch_size: int, num_learners: int) -> None:
     """ValueError unless there is a size of at least 1 for each learner, together ``batch_size``."""
     if len(sizes) != num_learners or min(sizes) < 1 or sum(sizes) != batch_size:
-        raise ValueError(
-            f"{name} is {list(sizes)}: give each of {num_learners} learners at least 1 sample, together the batch size "
-            f"{batch_size}"
-        )
+        each = f"give each of {num_learners} learners at least 1 sample"
+        raise ValueError(f"{name} is {list(sizes)}: {each}, together the batch size {batch_size}")
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,8 @@ class ShardedBatches:
         check_range("the data seed", self.seed, least=0)
         check_range("the batch size", batch, least=1)
         if learners > samples:
-            raise ValueError(
-                f"{learners} learners cannot share {samples} samples: take at most {samples} learners, and a batch "
-                f"size of at most {samples} that they divide"
-            )
+            advice = f"take at most {samples} learners, and a batch size of at most {samples} that they divide"
+            raise ValueError(f"{learners} learners cannot share {samples} samples: {advice}")
         object.__setattr__(self, "growth", typed("growth", self.growth, tuple[tuple[int, int], ...]))
         check_growth("growth", batch, self.growth)
         for size in (batch, *(size for _, size in self.growth)):
@@ -106,9 +102,8 @@ class ShardedBatches:
         if self.parts is not None:
             self._check_parts()
         if self.sampler == "global" and not self.drop_last and samples % learners:
-            raise ValueError(
-                f"the last batch of {samples % batch} samples is not a multiple of {learners} learners: set drop_last"
-            )
+            last = f"the last batch of {samples % batch} samples"
+            raise ValueError(f"{last} is not a multiple of {learners} learners: set drop_last")
 
     def _check_size(self, batch: int) -> None:
         """Check one batch size."""
@@ -117,13 +112,12 @@ class ShardedBatches:
             most = samples - samples % learners
             raise ValueError(f"the batch size is {batch} but there are only {samples} samples: take at most {most}")
         if batch < learners:
-            raise ValueError(
-                f"the batch size {batch} is below one sample for each of {learners} learners: take {learners}"
-            )
+            below = f"the batch size {batch} is below one sample for each of {learners} learners"
+            raise ValueError(f"{below}: take {learners}")
         if batch % learners:
-            below = batch - batch % learners
-            above = below + learners
-            nearest = above if above - batch < batch - below and above <= samples else below
+            lower = batch - batch % learners
+            upper = lower + learners
+            nearest = upper if upper - batch < batch - lower and upper <= samples else lower
             raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners: take {nearest}")
 
     def _check_parts(self) -> None:
@@ -303,11 +297,7 @@ class ResharedBatches:
         return self._place(step)[0]
 
     def indices(self, step: int, learner: int) -> Tensor:
-        """Sample numbers of a learner in a step, int64 ``[batch_size / num_learners]`` on the CPU.
-
-        Raises:
-            ValueError: the learner takes no samples in that step.
-        """
+        """Sample numbers of a learner in a step, int64 ``[batch_size / num_learners]`` on the CPU. ValueError: none."""
         epoch, start, members = self._place(step)
         if learner not in members:
             raise ValueError(f"learner {learner} takes no samples in step {step}: only {list(members)} do")

@@ -15,7 +15,6 @@ from torch import Tensor
 from ddpcore.data.base import Dataset, Split, generator
 from ddpcore.options.typed import check_range
 
-NUM_CLASSES = 32
 TEST_SHARE = 0.2  # of the samples, the last ones
 STAY = 0.75  # probability that a state lasts another frame: it lasts about four frames
 LATENT = 8  # most dimensions of the latent space
@@ -67,12 +66,7 @@ class Source:
 
 
 def load(
-    num_classes: int = NUM_CLASSES,
-    seed: int = 0,
-    *,
-    num_frames: int = 21,
-    num_features: int = 40,
-    num_samples: int = 10_000,
+    num_classes: int = 32, seed: int = 0, *, num_frames: int = 21, num_features: int = 40, num_samples: int = 10_000
 ) -> Dataset:
     """Samples float32 ``[frames, features]`` with the state of frame ``frames // 2``; the last fifth is the test split.
 
@@ -80,18 +74,12 @@ def load(
     draws the samples; torch's global generator is not used. ValueError if there are fewer than 2 classes, 1 frame,
     1 feature or 5 samples, or the seed is negative.
     """
-    for name, value, least in (
-        ("num_classes", num_classes, 2),
-        ("num_frames", num_frames, 1),
-        ("num_features", num_features, 1),
-        ("num_samples", num_samples, 5),
-        ("seed", seed, 0),
-    ):
+    sizes = {"num_classes": (num_classes, 2), "num_frames": (num_frames, 1), "num_features": (num_features, 1)}
+    for name, (value, least) in {**sizes, "num_samples": (num_samples, 5), "seed": (seed, 0)}.items():
         check_range(f"synthetic_speech: {name}", value, least=least)
     random = generator(seed)
     inputs, states = Source.draw(num_classes, num_features, random).sample(num_samples, num_frames, random)
     samples, labels = inputs.float(), states[:, num_frames // 2].contiguous()
     num_train = num_samples - int(num_samples * TEST_SHARE)
-    train = Split(samples[:num_train], labels[:num_train])
-    test = Split(samples[num_train:], labels[num_train:])
+    train, test = (Split(samples[part], labels[part]) for part in (slice(num_train), slice(num_train, None)))
     return Dataset("synthetic_speech", train, test, num_classes, (num_frames, num_features))

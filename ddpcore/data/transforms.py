@@ -26,9 +26,8 @@ class Normalization:
 
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.mean:
-            raise ValueError(
-                f"Normalization: {len(self.mean)} means and {len(self.std)} stds, give one of each a channel"
-            )
+            found = f"{len(self.mean)} means and {len(self.std)} stds"
+            raise ValueError(f"Normalization: {found}, give one of each a channel")
         check_range("Normalization: a std", min(self.std), above=0)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -41,9 +40,8 @@ class Normalization:
 @lru_cache(maxsize=16)
 def _scale_and_shift(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scale and shift float32 ``[C, 1, 1]`` for pixels 0..255; cached, so that no step copies them to the device."""
-    mean, std = (
-        torch.tensor(values, dtype=torch.float64, device="cpu") for values in (normalization.mean, normalization.std)
-    )
+    both = (normalization.mean, normalization.std)
+    mean, std = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in both)
     scale, shift = (value.float()[:, None, None].to(device) for value in (1 / (255 * std), -mean / std))
     return scale, shift
 

@@ -53,10 +53,8 @@ def split(
     check_range("shards: num_learners", num_learners, least=1)
     classes = np.asarray(labels, dtype=np.int64)
     if classes.ndim > 1 and shards in ("dirichlet", "by_class"):
-        raise ValueError(
-            f"shards is '{shards}' and labels are {list(classes.shape)}: a sample has no single class, take 'even' or "
-            "'given'"
-        )
+        both = f"shards is '{shards}' and labels are {list(classes.shape)}"
+        raise ValueError(f"{both}: a sample has no single class, take 'even' or 'given'")
     if classes.ndim < 1 or (classes < 0).any():
         raise ValueError(f"shards: labels must be class numbers [N], not negative; they are {list(classes.shape)}")
     if shards == "given":
@@ -110,15 +108,13 @@ def _checked(parts: Any, num_samples: int, num_learners: int) -> list[Indices]:
     if len(found) != num_learners:
         raise ValueError(f"shards: there are {len(found)} parts and {num_learners} learners: give one for each")
     for learner, part in enumerate(found):
+        what = f"shards: the part of learner {learner}"
         if part.ndim != 1 or len(part) == 0:
-            raise ValueError(f"shards: the part of learner {learner} is {list(part.shape)}: give at least one sample")
+            raise ValueError(f"{what} is {list(part.shape)}: give at least one sample")
         if part[0] < 0 or part[-1] >= num_samples:
-            raise ValueError(
-                f"shards: the part of learner {learner} has samples {part[0]} to {part[-1]}: there are 0 to "
-                f"{num_samples - 1}"
-            )
+            raise ValueError(f"{what} has samples {part[0]} to {part[-1]}: there are 0 to {num_samples - 1}")
         if (part[1:] == part[:-1]).any():
-            raise ValueError(f"shards: the part of learner {learner} has a sample twice: name each once")
+            raise ValueError(f"{what} has a sample twice: name each once")
     return found
 
 
@@ -130,12 +126,9 @@ def _dirichlet(kept: Indices, classes: Indices, num_learners: int, alpha: float,
     taken = np.zeros(num_classes, dtype=np.int64)
     parts = []
     for learner in range(num_learners):
-        logs = np.array(
-            [
-                _log_gamma(alpha * num_classes * share, seed, *_KEY, learner, c) if share else -np.inf
-                for c, share in enumerate(shares)
-            ]
-        )
+        logs = np.full(num_classes, -np.inf)
+        for c in np.flatnonzero(shares).tolist():
+            logs[c] = _log_gamma(alpha * num_classes * shares[c], seed, *_KEY, learner, c)
         counts = _drawn(logs, left - taken, each)
         chosen = [stack[begin : begin + num] for stack, begin, num in zip(stacks, taken, counts, strict=True)]
         parts.append(np.sort(np.concatenate(chosen)))

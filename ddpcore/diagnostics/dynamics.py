@@ -36,48 +36,29 @@ MOST_PRODUCTS = 8  # largest number of Hessian-vector products of the full loss 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamics:
-    """The quantities of the module's equations at one step.
+    """The quantities of the module's equations at one step."""
 
-    Attributes:
-        lr: the learning rate a.
-        full_loss: the full loss at w_a.
-        effective_lr: a_e.
-        noise: D.
-        ssgd_noise: D_S.
-        landscape_noise: D2.
-        landscape_upright: ``D2 - (a d.g / |g|)^2``, the part of D2 that is orthogonal to g.
-        hessian_noise: ``a^2 tr(H C H)``; an unbiased estimate for more than nine learners; None for ``hessian=False``.
-        grad_squared: ``|g|^2``.
-        mean_grad_squared: ``|g_a|^2``.
-        full_gradient: a description in words of the samples of the full loss.
-    """
-
-    lr: float
-    full_loss: float
-    effective_lr: float
-    noise: float
-    ssgd_noise: float
-    landscape_noise: float
-    landscape_upright: float
+    lr: float  #: the learning rate a
+    full_loss: float  #: the full loss at w_a
+    effective_lr: float  #: a_e
+    noise: float  #: D
+    ssgd_noise: float  #: D_S
+    landscape_noise: float  #: D2
+    landscape_upright: float  #: ``D2 - (a d.g / |g|)^2``, the part of D2 that is orthogonal to g
+    #: ``a^2 tr(H C H)``; an unbiased estimate for more than nine learners; None for ``hessian=False``
     hessian_noise: float | None
-    grad_squared: float
-    mean_grad_squared: float
-    full_gradient: str
+    grad_squared: float  #: ``|g|^2``
+    mean_grad_squared: float  #: ``|g_a|^2``
+    full_gradient: str  #: a description in words of the samples of the full loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How far the learners' weights are from their mean.
+    """How far the learners' weights are from their mean."""
 
-    Attributes:
-        consensus_distance: ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021).
-        trace: the trace of C, ``n^-2 sum_j |w_j - w_a|^2``.
-        eigenvalues: the largest ``directions`` eigenvalues of C, descending.
-    """
-
-    consensus_distance: float
-    trace: float
-    eigenvalues: tuple[float, ...]
+    consensus_distance: float  #: ``sqrt(1/n sum_j |w_j - w_a|^2)`` (Kong et al. 2021)
+    trace: float  #: the trace of C, ``n^-2 sum_j |w_j - w_a|^2``
+    eigenvalues: tuple[float, ...]  #: the largest ``directions`` eigenvalues of C, descending
 
 
 def dynamics_of(

@@ -35,24 +35,16 @@ FEWEST_BATCHES = 3  # with fewer steps there is no interval
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """The estimate for one segment of the model, or for the whole model.
+    """The estimate for one segment of the model, or for the whole model."""
 
-    Attributes:
-        grad_squared: estimate of ``|G|^2``; it can be negative if noise dominates.
-        trace: estimate of ``tr S``, for the gradient of one sample (of one batch if ``batch_size`` was left at 1).
-        noise_scale: B, in samples; infinite if ``grad_squared`` is not above zero.
-        interval: 95 % confidence interval of B (Fieller 1954, on means of batches of steps). Its upper end is infinite
-            if ``|G|^2`` may be zero. None with fewer than FEWEST_BATCHES steps.
-        gain: r, from 1 to n.
-        efficiency: r / n.
-    """
-
-    grad_squared: float
-    trace: float
-    noise_scale: float
+    grad_squared: float  #: estimate of ``|G|^2``; it can be negative if noise dominates
+    trace: float  #: estimate of ``tr S``, for the gradient of one sample (of one batch if ``batch_size`` was left at 1)
+    noise_scale: float  #: B, in samples; infinite if ``grad_squared`` is not above zero
+    #: 95 % confidence interval of B (Fieller 1954, on means of batches of steps). Its upper end is infinite if
+    #: ``|G|^2`` may be zero. None with fewer than FEWEST_BATCHES steps.
     interval: Interval | None
-    gain: float
-    efficiency: float
+    gain: float  #: r, from 1 to n
+    efficiency: float  #: r / n
 
 
 def gain_of(noise_scale: float, num_learners: int, batch_size: int) -> float:
@@ -74,8 +66,7 @@ def noise_scale(
         batch_size: b.
         population: N, number of samples that batches are drawn from without replacement; None: no correction.
 
-    Raises:
-        ValueError: there are fewer than two learners or no steps, or a number is not finite.
+    ValueError: there are fewer than two learners or no steps, or a number is not finite.
     """
     if num_learners < 2:
         raise ValueError("the estimate needs two batches: take more learners, or accumulate gradients")

@@ -38,25 +38,15 @@ TOLERANCE = 1e-3  # of eigenvalues, relative: far below the differences between 
 
 @dataclass(frozen=True, kw_only=True)
 class Flatness:
-    """The quantities of the equations above.
+    """The quantities of the equations above."""
 
-    Attributes:
-        loss: L(w).
-        hessian_eigenvalue: the largest of H.
-        relative_eigenvalue: the largest of A.
-        relative_trace: tr A, by Hutchinson's estimate.
-        relative_trace_error: its standard error.
-        loss_increase: mean over NUM_PROBES draws of x.
-        loss_increase_error: its standard error.
-    """
-
-    loss: float
-    hessian_eigenvalue: float
-    relative_eigenvalue: float
-    relative_trace: float
-    relative_trace_error: float
-    loss_increase: float
-    loss_increase_error: float
+    loss: float  #: L(w)
+    hessian_eigenvalue: float  #: the largest of H
+    relative_eigenvalue: float  #: the largest of A
+    relative_trace: float  #: tr A, by Hutchinson's estimate
+    relative_trace_error: float  #: its standard error
+    loss_increase: float  #: mean over NUM_PROBES draws of x
+    loss_increase_error: float  #: its standard error
 
 
 def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
@@ -71,11 +61,8 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         loss: computes the loss with the model's current weights, or yields parts whose sum is the loss.
         seed: of probes and noise.
 
-    Returns:
-        The measures; NaN if the loss or its curvature is not finite.
-
-    Raises:
-        ValueError: no parameter needs a gradient, or the loss is not one number with a graph.
+    The measures are NaN if the loss or its curvature is not finite. ValueError: no parameter needs a gradient, or the
+    loss is not one number with a graph.
     """
     hessian = Hessian(model, loss)
     weights_P, loss_at = hessian.weights.values_P, hessian.weights.loss_at

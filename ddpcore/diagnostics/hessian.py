@@ -6,13 +6,14 @@ Shapes: P elements of all parameters that need a gradient, K vectors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.diagnostics import spectra
-from ddpcore.diagnostics.passes import Loss, as_it_was, part_products, parts_of, twice_differentiable
+from ddpcore.diagnostics.passes import Loss, add_, as_it_was, part_products, parts_of, twice_differentiable
 from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
 from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
 from ddpcore.options.typed import check_range
@@ -33,8 +34,7 @@ class Hessian:
         group: a process group. The loss is the sum of all ranks' losses: give :class:`DataLoss` the same group. A
             product takes one all-reduce. All ranks must hold the same weights, and call the same methods.
 
-    Raises:
-        ValueError: no parameter needs a gradient, or the arguments do not fit together.
+    ValueError: no parameter needs a gradient, or the arguments do not fit together.
     """
 
     def __init__(
@@ -60,10 +60,8 @@ class Hessian:
     def product(self, vectors: Tensor) -> Tensor:
         """``H v`` of one vector ``[P]``, or of K vectors ``[K, P]``. One all-reduce if there is a group.
 
-        The elements have the order of ``model.parameters()``, without those that need no gradient.
-
-        Raises:
-            ValueError: the shape is another one, or the loss is not one number with a graph.
+        The elements have the order of ``model.parameters()``, without those that need no gradient. ValueError: the
+        shape is another one, or the loss is not one number with a graph.
         """
         if vectors.dim() not in (1, 2) or vectors.shape[-1] != self.numel:
             raise ValueError(f"vectors have the shape {list(vectors.shape)}: pass [{self.numel}] or [K, {self.numel}]")
@@ -90,15 +88,13 @@ class Hessian:
         check_range("smallest", smallest, least=0)
         check_range("largest + smallest", largest + smallest, least=1, most=self.numel)
         check_range("tolerance", tolerance, above=0)
-        return spectra.extreme_eigenvalues(
-            self.operator(), largest, smallest, seed=seed, tolerance=tolerance, max_products=max_products
-        )
+        limits: dict[str, Any] = {"seed": seed, "tolerance": tolerance, "max_products": max_products}
+        return spectra.extreme_eigenvalues(self.operator(), largest, smallest, **limits)
 
     def trace(self, num_products: int = 60, *, seed: int = 0) -> Estimate:
         """The trace by Hutch++ (Meyer et al. 2021), with its error. Exact if ``num_products`` is at least P.
 
-        Raises:
-            ValueError: ``num_products`` is below 6, or a product is not finite.
+        ValueError: ``num_products`` is below 6, or a product is not finite.
         """
         check_range("num_products", num_products, least=6)
         return spectra.trace(self.operator(), num_products, seed=seed)
@@ -106,8 +102,7 @@ class Hessian:
     def density(self, num_probes: int = 4, num_steps: int = 64, *, seed: int = 0) -> SpectralDensity:
         """The density of all eigenvalues by stochastic Lanczos quadrature: ``num_probes * num_steps`` products.
 
-        Raises:
-            ValueError: a number is below 1, or a product is not finite.
+        ValueError: a number is below 1, or a product is not finite.
         """
         check_range("num_probes", num_probes, least=1)
         check_range("num_steps", num_steps, least=1)
@@ -119,36 +114,32 @@ class Hessian:
 
     def _products(self, rows_KP: Tensor) -> Tensor:
         results_KP = torch.zeros_like(rows_KP)
-        views, vectors = self.weights.views(results_KP), self.weights.views(rows_KP)
+        views = self.weights.views(results_KP)
         with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable():
-            for found in self._parts(vectors):
-                for view, products in zip(views, found, strict=True):
-                    if products is not None:
-                        view += products
+            for found in self._parts(self.weights.views(rows_KP)):
+                add_(views, found)
         return results_KP
 
     def _parts(self, vectors: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
         if not self._gauss_newton:
             for part in parts_of(self._loss):
-                gradients = torch.autograd.grad(part, self.weights.parameters, create_graph=True, allow_unused=True)
-                yield part_products(gradients, self.weights.parameters, vectors)
+                yield part_products(part, self.weights.parameters, vectors)
             return
         assert isinstance(self._loss, DataLoss)
         for share, inputs, targets in self._loss.weighted():
-            yield self._gauss_newton_part(share, self._loss.outputs(inputs), targets, vectors)
+            yield self._gauss_newton_part(self._loss, share, inputs, targets, vectors)
 
     def _gauss_newton_part(
-        self, share: float, outputs: Tensor, targets: object, vectors: Sequence[Tensor]
+        self, data: DataLoss, share: float, inputs: object, targets: object, vectors: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """``J^T (H_out (J v))``. J v is the derivative of ``J^T u`` with respect to u, so no forward mode is needed."""
-        assert isinstance(self._loss, DataLoss)
+        outputs, parameters = data.outputs(inputs), self.weights.parameters
         if not isinstance(outputs, Tensor):
             raise ValueError("gauss_newton=True: the model must return one tensor")
-        parameters = self.weights.parameters
         dummy = torch.zeros_like(outputs, requires_grad=True)
         transposed = torch.autograd.grad(outputs, parameters, dummy, create_graph=True, allow_unused=True)
         leaf = outputs.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self._loss.loss_fn(leaf, targets) * share, leaf, create_graph=True)
+        (slope,) = torch.autograd.grad(data.loss_fn(leaf, targets) * share, leaf, create_graph=True)
         if not slope.requires_grad:  # the loss is linear in the outputs
             return [None] * len(parameters)
         rows = []

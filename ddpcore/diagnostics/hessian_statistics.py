@@ -18,49 +18,37 @@ from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.spectra import Eigenvalues
-from ddpcore.distributed.handle import Distributed
+from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.observer import Observer
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.learner import Learner
 
 
 @dataclass(frozen=True, kw_only=True)
 class HessianRecord:
-    """One measurement, at the mean ``w_a`` of the learners' weights before the step.
+    """One measurement, at the mean ``w_a`` of the learners' weights before the step."""
 
-    Attributes:
-        step: the step that follows, counted from 1.
-        largest: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found.
-        smallest: the smallest eigenvalue.
-        residuals: ``|H v - lambda v|`` of the k largest, and of the smallest.
-        distance: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners
-            computed the gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is
-            the trace of the noise's covariance.
-        disagreement: the share of ``distance`` along each of the k top eigenvectors v,
-            ``sum_j (v (w_j - mean w))^2 / sum_j |w_j - mean w|^2``; None if the learners are identical.
-        penalty: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the
-            mean loss, to second order (2602.02899v2); NaN if the Hessian is not finite.
-        noise: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged
-            them, among all or in groups.
-        noise_shares: the share of ``noise`` along each of the k top eigenvectors; None with it.
-        isotropic: ``1 / P``, the share along one direction if all directions were alike.
-        problem: why there are no eigenvalues; None if all is well.
-        seconds: the time of the measurement.
-    """
-
-    step: int
-    largest: list[float]
-    smallest: float
-    residuals: list[float]
+    step: int  #: the step that follows, counted from 1
+    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found
+    smallest: float  #: the smallest eigenvalue
+    residuals: list[float]  #: ``|H v - lambda v|`` of the k largest, and of the smallest
+    #: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners computed the
+    #: gradients of the step; 0 if they are identical. With ``NoisySSGD(where="per_learner")`` it is the trace of the
+    #: noise's covariance.
     distance: float
+    #: the share of ``distance`` along each of the k top eigenvectors v, ``sum_j (v (w_j - mean w))^2 / sum_j |w_j -
+    #: mean w|^2``; None if the learners are identical
     disagreement: list[float] | None
+    #: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the mean loss,
+    #: to second order (2602.02899v2); NaN if the Hessian is not finite
     penalty: float
+    #: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged them, among
+    #: all or in groups
     noise: float | None
-    noise_shares: list[float] | None
-    isotropic: float
-    problem: str | None
-    seconds: float
+    noise_shares: list[float] | None  #: the share of ``noise`` along each of the k top eigenvectors; None with it
+    isotropic: float  #: ``1 / P``, the share along one direction if all directions were alike
+    problem: str | None  #: why there are no eigenvalues; None if all is well
+    seconds: float  #: the time of the measurement
 
 
 _Share = tuple[float, list[float]]  # a variance, and the share of it along each eigenvector
@@ -89,8 +77,7 @@ class HessianStatistics(Observer):
         records: of type :class:`HessianRecord`, one per measurement.
         num_steps: of a model without learners: the steps so far. Set it in a loop that goes on at a later step.
 
-    Raises:
-        ValueError: the arguments do not fit the loop.
+    ValueError: the arguments do not fit the loop.
     """
 
     def __init__(
@@ -153,14 +140,14 @@ class HessianStatistics(Observer):
         self.num_steps += 1
         if self.num_steps % self.every == 0:
             begin = time.perf_counter()
-            self.records.append(self._record(self.num_steps, *self._spectrum(self._hessian.operator()), begin))
+            self.records.append(self._record(self.num_steps, begin, self._spectrum(self._hessian.operator())))
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
         operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
-        found, problem = self._spectrum(operator)
-        top_kP, penalty = found.vectors[: self.top], 0.0
+        spectrum = self._spectrum(operator)
+        top_kP, penalty = spectrum[0].vectors[: self.top], 0.0
         distance: _Share = (0.0, [])
         if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
             apart_LP = weights_LP - learner.average_of(weights_LP)
@@ -171,7 +158,7 @@ class HessianStatistics(Observer):
         if not self._handle.strategy.plan(learner.step).averages_gradients:
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
             noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
-        return self._record(learner.step + 1, found, problem, begin, distance, noise, penalty)
+        return self._record(learner.step + 1, begin, spectrum, distance, noise, penalty)
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
@@ -185,13 +172,13 @@ class HessianStatistics(Observer):
     def _record(
         self,
         step: int,
-        found: Eigenvalues,
-        problem: str | None,
         begin: float,
+        spectrum: tuple[Eigenvalues, str | None],
         distance: _Share = (0.0, []),
         noise: _Share | None = None,
         penalty: float = 0.0,
     ) -> HessianRecord:
+        found, problem = spectrum
         values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
             step=step,
@@ -216,7 +203,9 @@ class HessianStatistics(Observer):
             rows = []
             for vector_P in vectors_KP:
                 padded_LP = torch.zeros_like(mean_LP)
-                _spread(learner, vector_P, padded_LP)
+                stacks = _stacks(learner, padded_LP)
+                for stack, part in zip(stacks, vector_P.split([one[0].numel() for one in stacks]), strict=True):
+                    stack.copy_(part.view(stack.shape[1:]))
                 product_LP = passes.hessian_product(self._model, learner, self._loss, mean_LP, padded_LP)
                 rows.append(_real(learner, product_LP[:1])[0])
             return torch.stack(rows)
@@ -242,22 +231,13 @@ def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
     return bool(learner.comm.gather(same_L.double()).all())
 
 
-def _order(learner: Learner) -> list[int]:
-    """The segments of the flat buffer in the order of ``model.parameters()``, which does not change in a run."""
-    flat = learner.flat
+def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
+    """The segments of a flat buffer, ``[L, *S]``, in the order of ``model.parameters()``, which never changes."""
     place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
-    return sorted(range(len(flat.segments)), key=lambda index: place[id(flat.parameters[index])])
-
-
-def _spread(learner: Learner, vector_P: Tensor, rows_LP: Tensor) -> None:
-    """Write a vector without padding into each row of a buffer with padding."""
-    order, stacks = _order(learner), learner.flat.stacks_of(rows_LP)
-    parts = vector_P.split([learner.flat.segments[index].numel for index in order])
-    for index, part in zip(order, parts, strict=True):
-        stacks[index].copy_(part.view(learner.flat.segments[index].shape))
+    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # those of learner 0
+    return [stack for _, stack in sorted(pairs, key=lambda pair: place[id(pair[0])])]
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
     """Rows ``[L, P]`` without the padding of the buffer."""
-    stacks = learner.flat.stacks_of(rows_LP)
-    return torch.cat([stacks[index].reshape(len(rows_LP), -1) for index in _order(learner)], dim=1)
+    return torch.cat([stack.reshape(len(rows_LP), -1) for stack in _stacks(learner, rows_LP)], dim=1)

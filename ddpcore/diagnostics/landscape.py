@@ -38,20 +38,13 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plane:
-    """The weights ``origin + x * along_x + y * along_y`` for numbers x and y.
+    """The weights ``origin + x * along_x + y * along_y`` for numbers x and y."""
 
-    Attributes:
-        origin_P: the weights at (0, 0).
-        along_x_P, along_y_P: the directions, orthogonal to each other.
-        about: how the plane was made, as text for people.
-        marks: named points (x, y), such as solutions.
-    """
-
-    origin_P: Tensor
-    along_x_P: Tensor
-    along_y_P: Tensor
-    about: str
-    marks: Mapping[str, Point] = field(default_factory=dict)
+    origin_P: Tensor  #: the weights at (0, 0)
+    along_x_P: Tensor  #: a direction
+    along_y_P: Tensor  #: one that is orthogonal to it
+    about: str  #: how the plane was made, as text for people
+    marks: Mapping[str, Point] = field(default_factory=dict)  #: named points (x, y), such as solutions
 
     def at(self, x: float, y: float) -> Tensor:
         """The weights ``[P]`` at a point."""
@@ -70,10 +63,8 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
 
     Each slice of a direction along the first dimension of a parameter (a filter, or the weights of one neuron) gets the
     norm of the model's slice. Parameters of one dimension, such as biases, and parameters of normalization do not move.
-    The second direction is then made orthogonal to the first.
-
-    Raises:
-        ValueError: no parameter with two dimensions needs a gradient.
+    The second direction is then made orthogonal to the first. ValueError: no parameter with two dimensions needs a
+    gradient.
     """
     weights = WeightVector(model)
     generator = torch.Generator().manual_seed(seed)
@@ -87,13 +78,9 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
 def plane_through(models: Mapping[str, nn.Module]) -> Plane:
     """The plane through three solutions: the first is (0, 0), the second (1, 0), and the third has y = 1.
 
-    A point between solutions has no batch statistics of its own: take ``batch_norm="recalibrate"``.
-
-    Args:
-        models: three models of one architecture, by name.
-
-    Raises:
-        ValueError: there are not three, their parameters differ in shape, or they lie on one line.
+    ``models`` are three of one architecture, by name. A point between solutions has no batch statistics of its own:
+    take ``batch_norm="recalibrate"``. ValueError: there are not three, their parameters differ in shape, or they lie on
+    one line.
     """
     if len(models) != 3:
         raise ValueError(f"there are {len(models)} models: a plane goes through three")
@@ -118,8 +105,7 @@ def plane_through(models: Mapping[str, nn.Module]) -> Plane:
 def eigenvector_plane(model: nn.Module, found: Eigenvalues) -> Plane:
     """The plane of the first two vectors of ``Hessian.eigenvalues``, of length 1.
 
-    Raises:
-        ValueError: there are fewer than two vectors, or they are of another model.
+    ValueError: there are fewer than two vectors, or they are of another model.
     """
     weights = WeightVector(model)
     if len(found.vectors) < 2:
@@ -190,16 +176,17 @@ def landscape(
             a hash of the samples, the buffers and the plane, but not of the loss function.
         group: ranks that share the points. Each of them must hold all samples.
 
-    Returns:
-        The surface, on every rank.
-
-    Raises:
-        ValueError: the arguments do not fit together, or ``out`` holds another landscape.
+    Returns the surface, on every rank. ValueError: the arguments do not fit together, or ``out`` holds another one.
     """
     check_choice("batch_norm", batch_norm, BATCH_NORM)
     if data.group is not None:
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
-    weights = _weights_of(data.model, plane)
+    weights = WeightVector(data.model)
+    if plane.origin_P.shape != weights.values_P.shape:
+        raise ValueError(
+            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
+            "it of the same model"
+        )
     settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
@@ -214,16 +201,6 @@ def landscape(
     with as_it_was(data.model, weights.values_P.device):  # a DataLoader draws numbers
         _fill(surface, partial(_values_at, data, plane, weights, batch_norm, curvature), path, group)
     return surface
-
-
-def _weights_of(model: nn.Module, plane: Plane) -> WeightVector:
-    weights = WeightVector(model)
-    if plane.origin_P.shape != weights.values_P.shape:
-        raise ValueError(
-            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
-            "it of the same model"
-        )
-    return weights
 
 
 def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:
@@ -264,9 +241,8 @@ def _fill(surface: Surface, values_at: ValuesAt, path: Path | None, group: dist.
     rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     missing = np.flatnonzero(~surface.done.reshape(-1))
     chunks = [missing[begin : begin + CHUNK] for begin in range(0, len(missing), CHUNK)]
-    saved = time.monotonic()
-    total, shown = surface.done.size, rank == 0
-    with ProgressReport("landscape", total, completed=total - len(missing), shown=shown) as progress:
+    saved, total = time.monotonic(), surface.done.size
+    with ProgressReport("landscape", total, completed=total - len(missing), shown=rank == 0) as progress:
         try:
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
@@ -286,13 +262,12 @@ def _values_at(
     data: DataLoss, plane: Plane, weights: WeightVector, batch_norm: str, curvature: bool, points: Sequence[Point]
 ) -> dict[str, list[float]]:
     """The metrics of each point, by name."""
-    rows = [plane.at(*point) for point in points]
+    measures = {("train_loss", "train_acc"): _loss_at, **({("max_eig", "min_eig"): _ends_at} if curvature else {})}
+    values: dict[str, list[float]] = {}
     with _modes(data.model, batch_norm):
-        found = [_loss_at(data, weights, row, batch_norm) for row in rows]
-        values = {"train_loss": [loss for loss, _ in found], "train_acc": [accuracy for _, accuracy in found]}
-        if curvature:
-            ends = [_ends_at(data, weights, row, batch_norm) for row in rows]
-            values |= {"max_eig": [high for high, _ in ends], "min_eig": [low for _, low in ends]}
+        for names, measure in measures.items():
+            found = [measure(data, weights, plane.at(*point), batch_norm) for point in points]
+            values |= {name: [one[place] for one in found] for place, name in enumerate(names)}
     return values
 
 
@@ -333,11 +308,9 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor:
 
     Classes are along dimension 1, as in ``torch.nn.functional.cross_entropy``.
     """
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+    are_tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.dim() > 1
+    if not are_tensors or targets.is_floating_point() or outputs.shape[1] < 2 or targets.shape != outputs[:, 0].shape:
         return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
-    shape = (*outputs.shape[:1], *outputs.shape[2:])
-    if targets.is_floating_point() or outputs.dim() < 2 or outputs.shape[1] < 2 or targets.shape != shape:
-        return torch.tensor(float("nan"), dtype=torch.float64, device=outputs.device)
     return 100 * (outputs.argmax(dim=1) == targets).double().mean()
 
 

@@ -33,7 +33,6 @@ class NoiseStatistics:
 
     Args:
         handle: what ``distribute`` returned, or the model of a loop on one device.
-        optimizer: the optimizer of the loop.
         every: steps from one record to the next.
         batch_size: b, samples of one learner's gradient (on one device: of one backward pass). 1 gives noise scales in
             units of such batches.
@@ -56,8 +55,7 @@ class NoiseStatistics:
             clipped in the same way. Not for optimizers that clip inside the step.
         loss_divisor: on one device: the divisor of each pass's loss, usually the number of passes.
 
-    Raises:
-        ValueError: the arguments do not fit the loop; one line that says what to do.
+    ValueError: the arguments do not fit the loop; one line that says what to do.
     """
 
     def __init__(
@@ -97,14 +95,13 @@ class NoiseStatistics:
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
         series = Series(batch_size, names, per_segment, population)
-        self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
+        buffer = self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
         self._learner = None if hooked is None else hooked.learner
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
-            parameters = [parameter for _, parameter in named]
-            self._source = PassStatistics(parameters, optimizer, config, self._record_buffer)
+            self._source = PassStatistics([parameter for _, parameter in named], optimizer, config, buffer)
         else:
-            self._source = LearnerStatistics(hooked, config, self._record_buffer)
+            self._source = LearnerStatistics(hooked, config, buffer)
 
     @property
     def records(self) -> list[NoiseRecord]:
@@ -116,9 +113,7 @@ class NoiseStatistics:
         """The largest eigenvalues ``[K]`` of the current weight covariance, and their unit eigenvectors ``[K, P]``.
 
         Collective: all ranks must call it between two steps. The columns are the columns of ``learner.flat.param_LP``.
-
-        Raises:
-            ValueError: there is only one learner, or learners are sharded.
+        ValueError: there is only one learner, or learners are sharded.
         """
         if self._learner is None:
             raise ValueError("one learner has no covariance: take more learners")
@@ -136,8 +131,7 @@ class NoiseStatistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` between two steps; the list of records becomes empty.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters.
+        ValueError: the state belongs to a model with other parameters.
         """
         saved, series = list(state["names"]), self._record_buffer.series
         if sorted(saved) != sorted(series.names):
@@ -155,11 +149,7 @@ class NoiseStatistics:
 def _hooked(
     handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig
 ) -> HookedDistributed | None:
-    """The handle whose learners are compared; None for one device, whose backward passes are compared.
-
-    Raises:
-        ValueError: this loop cannot be measured.
-    """
+    """The handle whose learners are compared; None for one device. ValueError: this loop cannot be measured."""
     model_of(handle)
     if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")

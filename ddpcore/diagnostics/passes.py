@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.distributed.handle import Distributed
@@ -119,9 +122,9 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     total = torch.zeros((), dtype=torch.float64, device=rows_LP.device)
     for part in parts_of(loss):
         if shards is None:
-            _add(views, torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True))
+            add_(views, torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True))
         else:
-            _add(views, _gradients_of_shards(part, parameters))
+            add_(views, _gradients_of_shards(part, parameters))
         total += local(part).detach()
     if shards is not None:
         shards.add_(total).div_(int(shards.mesh.size()))
@@ -155,9 +158,8 @@ def hessian_product(
     try:
         with at_weights(model, learner, mean_LP), twice_differentiable():
             for part in parts_of(loss):
-                gradients = torch.autograd.grad(_scaled(part, scale), parameters, create_graph=True, allow_unused=True)
-                rows = part_products(gradients, parameters, [vector[None] for vector in vectors])
-                _add(views, [None if row is None else row[0] for row in rows])
+                rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
+                add_(views, [None if row is None else row[0] for row in rows])
     except RuntimeError as error:
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
@@ -165,24 +167,38 @@ def hessian_product(
     return learner.average_of(_unscaled(rows_LP, scale))
 
 
-def twice_differentiable() -> AbstractContextManager[None]:
-    """In the ``with`` block, attention uses matrix products and a softmax, which have second derivatives.
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """In the ``with`` block, layers use operations that have second derivatives.
 
-    torch's fused kernels have none.
+    Attention uses matrix products and a softmax, because torch's fused kernels have none. A weight norm is a quotient:
+    torch's own operation has wrong second derivatives, because its first one takes the norm as a constant.
     """
-    return sdpa_kernel(SDPBackend.MATH)
+    with sdpa_kernel(SDPBackend.MATH), _Quotients():
+        yield
 
 
-def part_products(
-    gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], vectors: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The products of K vectors with the derivative of gradients that have a graph, ``[K, *S]`` per parameter ``[*S]``.
+class _Quotients(TorchFunctionMode):
+    """Weight norms as ``v * (g / |v|)``."""
 
-    Of the gradients of a loss these are products with its Hessian (Pearlmutter 1994). The loss must be computed inside
-    :func:`twice_differentiable`.
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        return _quotient(*args, **(kwargs or {}))
 
-    A gradient is None for a parameter that the loss does not use, and a product where autograd knows that it is zero.
+
+def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The products of K vectors with the Hessian of a part of a loss (Pearlmutter 1994), ``[K, *S]`` per parameter.
+
+    The part must be computed inside :func:`twice_differentiable`. A product is None where autograd knows that it is
+    zero, as for a parameter that the part does not use.
     """
+    gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
     live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
     if not live:  # the loss is linear in its weights
         return [None] * len(parameters)
@@ -228,16 +244,14 @@ def local_gradients(learner: Learner) -> Tensor:
 
     NaN for a learner whose trained parameters have none: ``on_nonfinite`` has left its step out.
     """
-    rows_LP = torch.zeros_like(learner.flat.param_LP)
-    pairs = list(zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True))
-    num = len(learner.flat.segments)
-    for row in range(len(rows_LP)):
-        trained = [pair for pair in pairs[row * num : (row + 1) * num] if pair[1].requires_grad]
-        for view, parameter in trained:
-            if parameter.grad is not None:
-                view.copy_(local(parameter.grad))
-        if trained and all(parameter.grad is None for _, parameter in trained):
-            rows_LP[row] = float("nan")
+    rows_LP, num = torch.zeros_like(learner.flat.param_LP), len(learner.flat.segments)
+    for view, parameter in zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True):
+        if parameter.requires_grad and parameter.grad is not None:
+            view.copy_(local(parameter.grad))
+    for row, row_P in enumerate(rows_LP):
+        trained = [one for one in learner.flat.parameters[row * num : (row + 1) * num] if one.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            row_P.fill_(float("nan"))
     return rows_LP
 
 
@@ -248,7 +262,8 @@ def _trained(learner: Learner, rows_LP: Tensor) -> tuple[list[Tensor], list[Tens
     return [parameter for parameter, _ in chosen], [view for _, view in chosen]
 
 
-def _add(views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
+def add_(views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
+    """Add tensors where there are some."""
     for view, tensor in zip(views, tensors, strict=True):
         if tensor is not None:
             view.add_(tensor.detach())

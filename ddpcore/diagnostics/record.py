@@ -33,39 +33,22 @@ Mark = Any  # a torch.cuda.Event, or seconds
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord:
-    """The statistics at one step.
+    """The statistics at one step."""
 
-    Attributes:
-        step: number of optimizer steps, including this one.
-        valid: whether the numbers are meaningful.
-        reason: why they are not; empty if ``valid``.
-        num_learners: n; on one device the number of backward passes of a step.
-        batch_size: b, as given.
-        num_steps: steps that the noise scale averages.
-        num_skipped: steps left out since the last record: a gradient was not finite, or not of one full batch.
-        at_mean: whether the gradients were computed at the mean weights; otherwise at each learner's own weights.
-        whole: noise scale of all parameters.
-        segments: noise scale of each parameter by name; empty with ``per_segment=False``.
-        dynamics: None without ``full_loss``.
-        spread: None if learners hold the same weights.
-        seconds: time of measuring in this step, without the work that every step does.
-        share: ``seconds`` divided by the time since the last record, from 0 to 1.
-    """
-
-    step: int
-    valid: bool
-    reason: str
-    num_learners: int
-    batch_size: int
-    num_steps: int
-    num_skipped: int
-    at_mean: bool
-    whole: NoiseScale | None
-    segments: dict[str, NoiseScale]
-    dynamics: Dynamics | None
-    spread: Spread | None
-    seconds: float
-    share: float
+    step: int  #: number of optimizer steps, including this one
+    valid: bool  #: whether the numbers are meaningful
+    reason: str  #: why they are not; empty if ``valid``
+    num_learners: int  #: n; on one device the number of backward passes of a step
+    batch_size: int  #: b, as given
+    num_steps: int  #: steps that the noise scale averages
+    num_skipped: int  #: steps left out since the last record: a gradient was not finite, or not of one full batch
+    at_mean: bool  #: whether the gradients were computed at the mean weights; otherwise at each learner's own weights
+    whole: NoiseScale | None  #: noise scale of all parameters
+    segments: dict[str, NoiseScale]  #: noise scale of each parameter by name; empty with ``per_segment=False``
+    dynamics: Dynamics | None  #: None without ``full_loss``
+    spread: Spread | None  #: None if learners hold the same weights
+    seconds: float  #: time of measuring in this step, without the work that every step does
+    share: float  #: ``seconds`` divided by the time since the last record, from 0 to 1
 
 
 class Series:
@@ -153,10 +136,8 @@ class Measured:
             own_TS, mean_TS = _on_host(self.own_TS).numpy(), _on_host(self.mean_TS).numpy()
             left_out = series.add(own_TS, mean_TS, self.num_learners, self.at_mean, self.kept)
             skipped, num_new = skipped + left_out, len(own_TS) - left_out
-        dynamics = self._dynamics(full_loss_of)
-        reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else "")
-        if not reason and self.products is not None:
-            reason = self._reason_of(dynamics)
+        dynamics, problem = self._dynamics(full_loss_of)
+        reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else problem)
         return NoiseRecord(
             step=self.step,
             valid=not reason,
@@ -174,20 +155,19 @@ class Measured:
             share=seconds / passed if passed > 0 else 0.0,
         )
 
-    def _dynamics(self, full_loss_of: str) -> Dynamics | None:
+    def _dynamics(self, full_loss_of: str) -> tuple[Dynamics | None, str]:
+        """The dynamics, and why their numbers are not meaningful; empty if they are."""
         if self.products is None:
-            return None
+            return None, ""
+        products = _on_host(self.products)
         hessian = None if self.hessian is None else float(_on_host(self.hessian))
         loss = float("nan") if self.full_loss is None else float(_on_host(self.full_loss))
-        return dynamics_of(_on_host(self.products), self.lr, loss, hessian, self.num_learners, full_loss_of)
-
-    def _reason_of(self, dynamics: Dynamics | None) -> str:
-        assert self.products is not None
-        if not bool(_on_host(self.products).isfinite().all()):
-            return NOT_FINITE
+        found = dynamics_of(products, self.lr, loss, hessian, self.num_learners, full_loss_of)
+        if not bool(products.isfinite().all()):
+            return found, NOT_FINITE
         if math.isnan(self.lr):
-            return UNEQUAL_RATES
-        return "" if dynamics is not None and math.isfinite(dynamics.effective_lr) else NO_GRADIENT
+            return found, UNEQUAL_RATES
+        return found, "" if math.isfinite(found.effective_lr) else NO_GRADIENT
 
     def _spread(self) -> Spread | None:
         if self.distance is None:

@@ -19,8 +19,8 @@ from typing_extensions import override
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
+from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.observer import Observer
 from ddpcore.parameters.flat import Segment
 from ddpcore.strategies.learner import Learner
 
@@ -98,8 +98,6 @@ class LearnerStatistics(Source):
         self._steps = [(own[:, columns], mean[columns]) for own, mean in state["steps"]]
         self._num_skipped = state["num_skipped"]
 
-    # ---- events of a step ----
-
     @override
     def before_forward(self, learner: Learner) -> None:
         if self._config.loss is None or self._random is not None or not self._is_measured(learner.step):
@@ -137,8 +135,6 @@ class LearnerStatistics(Source):
             self._measure(steps, num_skipped, is_full, random)
             steps, num_skipped = [], 0
         self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
-
-    # ---- a measured step ----
 
     def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
         sent, strategy, step = self._learner.comm.bytes_sent, self._handle.strategy, self._learner.step
@@ -277,8 +273,6 @@ class LearnerStatistics(Source):
             bounds = [0, *(min(last, end) - begin for _, last in inside)]
             self._parts[begin, end] = bounds, torch.tensor(numbers, device=flat.param_LP.device)
         return self._parts[begin, end]
-
-    # ---- mixed precision ----
 
     def _unscale(self, like: Tensor) -> Tensor | float:
         """The inverse scale of gradients at the optimizer's step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,10 @@ class NotConverged(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """A symmetric matrix ``[P, P]``.
+    """A symmetric matrix ``[P, P]``."""
 
-    Attributes:
-        product: returns the products ``[K, P]`` of vectors ``[K, P]``.
-        like: a vector ``[P]`` with the dtype and device of the others.
-    """
-
-    product: Callable[[Tensor], Tensor]
-    like: Tensor
+    product: Callable[[Tensor], Tensor]  #: returns the products ``[K, P]`` of vectors ``[K, P]``
+    like: Tensor  #: a vector ``[P]`` with the dtype and device of the others
 
     @property
     def numel(self) -> int:
@@ -77,17 +73,12 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Eigenvalues:
-    """Some eigenvalues of a symmetric operator H.
+    """Some eigenvalues of a symmetric operator H."""
 
-    Attributes:
-        values: ``[k]``, descending.
-        residuals: ``[k]``, ``|H v - lambda v|`` of the unit vectors v below. An eigenvalue of H is at most so far away.
-        vectors: the unit eigenvectors, ``[k, P]``, with the dtype and device of the operator.
-    """
-
-    values: Array
+    values: Array  #: ``[k]``, descending
+    #: ``[k]``, ``|H v - lambda v|`` of the unit vectors v below. An eigenvalue of H is at most so far away.
     residuals: Array
-    vectors: Tensor
+    vectors: Tensor  #: the unit eigenvectors, ``[k, P]``, with the dtype and device of the operator
 
 
 def extreme_eigenvalues(
@@ -105,8 +96,8 @@ def extreme_eigenvalues(
         values, rows = values[chosen], columns.T[chosen]
     else:
         radius = float(abs(spectral_density(operator, 1, RADIUS_STEPS, seed=seed).nodes).max())
-        tops, rows = _arpack(operator, largest, "LA", radius, seed, tolerance, max_products)
-        bottoms, more = _arpack(operator, smallest, "SA", -radius, seed, tolerance, max_products)
+        tops, rows = _arpack(operator, largest, radius, seed, tolerance, max_products)
+        bottoms, more = _arpack(operator, smallest, -radius, seed, tolerance, max_products)
         values, rows = np.concatenate([tops, bottoms]), np.concatenate([rows, more])
     vectors_KP = torch.from_numpy(np.ascontiguousarray(rows)).to(operator.like)
     residuals = operator(vectors_KP).double().cpu().numpy() - values[:, None] * rows
@@ -114,42 +105,38 @@ def extreme_eigenvalues(
 
 
 def _arpack(
-    operator: Operator, k: int, which: str, shift: float, seed: int, tolerance: float, max_products: int
+    operator: Operator, k: int, shift: float, seed: int, tolerance: float, max_products: int
 ) -> tuple[Array, Array]:
-    """The ``k`` largest (LA) or smallest (SA) eigenvalues, descending, and their vectors ``[k, P]``.
+    """The ``k`` largest eigenvalues (smallest, if the shift is negative), descending, and their vectors ``[k, P]``.
 
     One start vector finds one vector of each eigenvalue. So if ``k`` is above 1, further iterations without what was
     found look for copies, until there is none among the ``k``.
     """
     if k == 0 or shift == 0:  # a zero operator, for which ARPACK has no start vector
         return np.zeros(k), np.eye(k, operator.numel)
-    sign = 1 if which == "LA" else -1
-    no_rows = np.zeros((0, operator.numel))
-    values, rows = _lanczos(operator, k, which, shift, np.zeros(0), no_rows, seed, tolerance, max_products)
+    nothing = np.zeros(0), np.zeros((0, operator.numel))
+    values, rows = _lanczos(operator, k, shift, *nothing, seed, tolerance, max_products)
     while k > 1:
-        value, row = _lanczos(operator, 1, which, shift, values, rows, seed + 1, tolerance, max_products)
-        inner = values[-1] if sign > 0 else values[0]
-        if sign * (value[0] - inner) <= tolerance * abs(shift):
+        value, row = _lanczos(operator, 1, shift, values, rows, seed + 1, tolerance, max_products)
+        if (value[0] - values[-1] if shift > 0 else values[0] - value[0]) <= tolerance * abs(shift):
             break
         values, rows = np.concatenate([values, value]), np.concatenate([rows, row])
         order = np.argsort(values)[::-1]
-        order = order[:k] if sign > 0 else order[1:]
+        order = order[:k] if shift > 0 else order[1:]
         values, rows = values[order], rows[order]
     return values, rows
 
 
 def _lanczos(
-    operator: Operator, k: int, which: str, shift: float, known: Array, known_rows: Array, seed: int, tolerance: float,
+    operator: Operator, k: int, shift: float, known: Array, known_rows: Array, seed: int, tolerance: float,
     max_products: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """As :func:`_arpack`, of the operator without the known eigenvalues and vectors ``[., P]``; one start vector."""
-    shape = (operator.numel, operator.numel)
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
-    left = [max_products]
+    num_products = count(1)
 
     def matvec(vector: Array) -> Array:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(num_products) > max_products:
             raise NotConverged(max_products)
         row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
         shifted = operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1)
@@ -158,8 +145,8 @@ def _lanczos(
     with extra("train"):
         from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # noqa: PLC0415
     try:
-        shifted = LinearOperator(shape, matvec=matvec, dtype=np.float64)
-        values, columns = eigsh(shifted, k=k, which=which, v0=start, tol=tolerance)
+        shifted = LinearOperator((operator.numel, operator.numel), matvec=matvec, dtype=np.float64)
+        values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance)
     except ArpackNoConvergence:
         raise NotConverged(max_products) from None
     order = np.argsort(values)[::-1]
@@ -168,16 +155,10 @@ def _lanczos(
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """An estimate with its error.
-
-    Attributes:
-        value: the estimate.
-        error: its standard error; 0 if the value is exact.
-        low, high: the interval of 95 % by Student's t distribution.
-    """
+    """An estimate with its error, and the interval of 95 % by Student's t distribution."""
 
     value: float
-    error: float
+    error: float  #: the standard error; 0 if the value is exact
     low: float
     high: float
 
@@ -211,15 +192,10 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralDensity:
-    """The density of the eigenvalues, by stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017).
+    """The density of the eigenvalues, by stochastic Lanczos quadrature (Ubaru, Chen, Saad 2017)."""
 
-    Attributes:
-        nodes: ``[probes, M]``: eigenvalues of each probe's tridiagonal matrix.
-        weights: ``[probes, M]``: the share of all eigenvalues near each node. A row adds up to 1.
-    """
-
-    nodes: Array
-    weights: Array
+    nodes: Array  #: ``[probes, M]``: eigenvalues of each probe's tridiagonal matrix
+    weights: Array  #: ``[probes, M]``: the share of all eigenvalues near each node. A row adds up to 1.
 
     def at(self, points: Array, width: float) -> Array:
         """The density at some points ``[n]``, with each node as a Gaussian of standard deviation ``width``."""

@@ -24,11 +24,8 @@ LossFunction = Callable[[Any, Any], Tensor]
 class WeightVector:
     """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
 
-    Attributes:
-        values_P: a copy of the parameters when this object was made, ``[P]``, in a dtype that holds all of theirs.
-
-    Raises:
-        ValueError: no parameter needs a gradient, or they are on several devices.
+    ``values_P`` is a copy of them when this object was made, ``[P]``, in a dtype that holds all of theirs. ValueError:
+    no parameter needs a gradient, or they are on several devices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +46,7 @@ class WeightVector:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""
         parts = rows.split([parameter.numel() for parameter in self.parameters], dim=-1)
         lead = rows.shape[:-1]
-        return [part.view(*lead, *parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return [part.view((*lead, *parameter.shape)) for part, parameter in zip(parts, self.parameters, strict=True)]
 
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:
@@ -84,8 +81,7 @@ class DataLoss:
         group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
             the number of samples of all ranks: the sum over ranks is the mean over all samples.
 
-    Raises:
-        ValueError: there is no batch.
+    ValueError: there is no batch.
     """
 
     def __init__(

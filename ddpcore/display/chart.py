@@ -18,11 +18,7 @@ PLOT: Any = field(None, "also draw the result, .png or .svg (extra `report`)", i
 
 
 def check_plot(path: Path | None) -> None:
-    """Check the value of ``--plot``; None is allowed.
-
-    Raises:
-        ValueError: the file is neither PNG nor SVG, or matplotlib is not installed.
-    """
+    """Raise ValueError if the file of ``--plot`` is neither PNG nor SVG, or matplotlib is missing. None is allowed."""
     if path is None:
         return
     if path.suffix not in SUFFIXES:
@@ -41,61 +37,39 @@ Number = float | None
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve, one group of bars, or the points of a drawing.
+    """One curve, one group of bars, or the points of a drawing."""
 
-    Attributes:
-        name: in the legend.
-        x, y: the values; None in ``y`` is a gap.
-        low, high: a band around ``y``, or the ends of error bars; None: there is none.
-        style: "line", "points", "line+points", or "names", points with their ``text`` beside them; bars ignore it.
-        color: index into ``COLORS``, -1 for grey; None: the number of the series.
-        dash: index into ``DASHES``; None: follows from the number of the series.
-        marker: "o" or "D", a circle or a diamond.
-        text: beside each point, of "names".
-        group: the name of another series that stands for this one in the legend; "": the series stands for itself.
-    """
-
-    name: str
+    name: str  # in the legend
     x: Sequence[Any]
-    y: Sequence[Number]
-    low: Sequence[Number] | None = None
+    y: Sequence[Number]  # None is a gap
+    low: Sequence[Number] | None = None  # of a band around y, or of error bars; None: there is none
     high: Sequence[Number] | None = None
-    style: str = "line"
-    color: int | None = None
-    dash: int | None = None
-    marker: str = "o"
-    text: Sequence[str] | None = None
-    group: str = ""
+    style: str = "line"  # or "points", "line+points", "names": points with their text beside them; bars ignore it
+    color: int | None = None  # index into COLORS, -1 for grey; None: the number of the series
+    dash: int | None = None  # index into DASHES; None: follows from the number of the series
+    marker: str = "o"  # or "D", a diamond
+    text: Sequence[str] | None = None  # beside each point, of "names"
+    group: str = ""  # the series that stands for this one in the legend; "": it stands for itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart.
 
-    Attributes:
-        title: one line.
-        kind: "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network" (lines without axes).
-        x_label, y_label: names of the axes, with units.
-        series: the curves, see :attr:`curves`. Of "heat" and "contour" also the rows of a map, ``x`` the columns and
-            ``y`` the values.
-        log_x, log_y: whether an axis is logarithmic.
-        note: a sentence below the chart.
-        rows: of "contour": the y coordinate of each row.
-        levels: of "contour": the values between two colours.
-        ticks: the values to mark on the x axis; (): chosen by the library.
+    Its kind is "lines", "bars", "dots" (rows of points with bars), "heat", "contour" or "network" (lines without axes).
     """
 
-    title: str
+    title: str  # one line
     kind: str = "lines"
-    x_label: str = ""
+    x_label: str = ""  # with units
     y_label: str = ""
-    series: Sequence[Series] = ()
+    series: Sequence[Series] = ()  # of "heat" and "contour" also the rows of a map: x the columns, y the values
     log_x: bool = False
     log_y: bool = False
-    note: str = ""
-    ticks: Sequence[Any] = ()
-    rows: Sequence[float] = ()
-    levels: Sequence[float] = ()
+    note: str = ""  # a sentence below the chart
+    ticks: Sequence[Any] = ()  # the values to mark on the x axis; (): chosen by the library
+    rows: Sequence[float] = ()  # of "contour": the y coordinate of each row
+    levels: Sequence[float] = ()  # of "contour": the values between two colours
 
     @property
     def curves(self) -> Sequence[Series]:
@@ -142,14 +116,7 @@ def network(title: str, num_learners: int, edges: Iterable[Sequence[int]]) -> Ch
     known = (pair for pair in edges if isinstance(pair, list | tuple) and len(pair) == 2)  # a record may be damaged
     learners = range(num_learners)
     pairs = sorted({tuple(sorted(pair)) for pair in known if all(type(one) is int and one in learners for one in pair)})
-    xs: list[Number] = []
-    ys: list[Number] = []
-    for one, other in pairs:
-        xs += [x[one], x[other], None]
-        ys += [y[one], y[other], None]
-    names = [str(number) for number in range(num_learners)]
-    series = [
-        Series(name="edges", x=xs, y=ys, color=0),
-        Series(name="learners", x=x, y=y, text=names, style="names", color=0),
-    ]
-    return Chart(title=title, kind="network", series=series)
+    xs, ys = ([end for one, other in pairs for end in (at[one], at[other], None)] for at in (x, y))
+    lines = Series(name="edges", x=xs, y=ys, color=0)
+    nodes = Series(name="learners", x=x, y=y, text=[*map(str, learners)], style="names", color=0)
+    return Chart(title=title, kind="network", series=[lines, nodes])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from ddpcore.display.chart import Chart, Number, Series, check_plot, color_of, dash_of
+from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import plain
 
 NETWORKS_A_LINE = 3
@@ -159,12 +159,9 @@ def _heat(axes: Any, chart: Chart) -> None:
 
 
 def _contour(axes: Any, chart: Chart) -> None:
-    num = len(chart.rows)
-    values = [_numbers(series.y) for series in chart.series[:num]]
-    norm = BoundaryNorm(list(chart.levels), 256, extend="both")
-    areas = axes.contourf(
-        chart.series[0].x, chart.rows, values, levels=list(chart.levels), norm=norm, cmap="cividis", extend="both"
-    )
+    levels, values = list(chart.levels), [_numbers(series.y) for series in chart.series[: len(chart.rows)]]
+    colors = {"norm": BoundaryNorm(levels, 256, extend="both"), "cmap": "cividis", "extend": "both"}
+    areas = axes.contourf(chart.series[0].x, chart.rows, values, levels=levels, **colors)
     axes.figure.colorbar(areas, ax=axes, format="%.3g")
 
 
@@ -178,12 +175,9 @@ def _text(text: str) -> str:
 
 
 def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
-    """Draw charts below each other; drawings of networks stand side by side. The same charts give the same file.
+    """Draw at least one chart into a file that passes :func:`check_plot`, below each other, and networks side by side.
 
-    Args:
-        charts: at least one.
-        path: passes :func:`check_plot`.
-        title: stands above the charts; "": there is none.
+    A title, if there is one, stands above them. The same charts give the same file.
     """
     check_plot(path)
     lines: list[list[Chart]] = []
@@ -201,18 +195,14 @@ def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
         for column, chart in enumerate(line):
             axes = figure.add_subplot(grid[number, column if chart.kind == "network" else slice(None)])
             draw(axes, chart)
-            axes.set_title(
-                "\n".join(_text(text) for text in (chart.title, chart.note) if text), fontsize="small", loc="left"
-            )
+            title = "\n".join(_text(text) for text in (chart.title, chart.note) if text)
+            axes.set_title(title, fontsize="small", loc="left")
     save(figure, path)
 
 
 def save(figure: Any, path: Path) -> None:
     """Write the whole file, or nothing."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):
-            figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    out, metadata = io.BytesIO(), {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):
+        figure.savefig(out, format=path.suffix[1:], metadata=metadata)
+    replace_file(path, out.getvalue())

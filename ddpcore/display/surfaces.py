@@ -33,15 +33,7 @@ def plot_surfaces(surfaces: Mapping[str, Surface], path: Path, *, metric: str = 
 
 
 def surface_charts(surfaces: Mapping[str, Surface], metric: str) -> list[Chart]:
-    """A contour chart of each surface that has finite values, with the same levels.
-
-    Args:
-        surfaces: by title.
-        metric: see :func:`plot_surfaces`.
-
-    Raises:
-        ValueError: a surface has no such metric.
-    """
+    """A contour chart of each surface that has finite values, with the same levels, see :func:`plot_surfaces`."""
     found = {}
     for title, surface in surfaces.items():
         if metric != "ratio":

@@ -34,14 +34,10 @@ def console_of(*, wide: bool) -> Console:
 
 
 def print_parts(console: Console | None, *parts: Table | str) -> None:
-    """Print tables, and lines of text without markup and wrapping.
+    """Print tables, and lines of text without markup and wrapping, to the console (None: standard output).
 
     Columns of a :class:`RecordTable` that does not fit the console are left out, and a line names them: first those
     with the same text in all rows, then the others, the last ones first.
-
-    Args:
-        console: standard output by default.
-        parts: printed in this order.
     """
     out = console or console_of(wide=False)
     for part in parts:

@@ -16,6 +16,7 @@ from ddpcore.strategies.learner import Learner
 
 FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so many
 _SAMPLE = 256  # weights of each learner, and one of each small parameter
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
@@ -24,9 +25,8 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
     state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
-    Raises:
-        RuntimeError: an option of a group differs, or these columns of the weights do, unless weights may be apart,
-            because a step had no average. Nothing was stepped.
+    RuntimeError, before anything is stepped: an option of a group differs, or these columns of the weights do, unless
+    weights may be apart, because a step had no average.
     """
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
@@ -95,7 +95,7 @@ def check_divided(learner: Learner) -> None:
     sums = [none if grad is None else _sum_of_numbers(grad) for grad in grads]
     everyone = learner.comm.gather(torch.stack(sums)[None]).cpu()
     for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
-        other = int((everyone[:, index] != everyone[0, index]).nonzero()[0])
+        other = _first_other(everyone[:, index])
         raise RuntimeError(
             f"the gradient of {flat.names[index]} on learner {other} is not that of learner 0, and {name} divides its "
             "work among ranks that have the same gradients: change them on all alike, or set process_group = None"
@@ -106,9 +106,6 @@ def _sum_of_numbers(gradient: Tensor) -> Tensor:
     """The bits of all numbers of a gradient as integers, added: the same in any order."""
     part = local(gradient).detach()
     return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

@@ -37,9 +37,8 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
         for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
         if id(own[0]) not in flat.index and has_average(own[0]) and own[0].numel()
     ]
-    for (copied, own), is_apart in zip(columns, _apart([own for _, own in columns], learner.comm), strict=True):
-        if is_apart:
-            copied.data = _mean_of(own, learner.comm)
+    for copied, own in compress(columns, _apart([own for _, own in columns], learner.comm)):
+        copied.data = _mean_of(own, learner.comm)
     if batch_norm != "local":
         average_buffers(list(result.buffers()), learner.models, learner.comm)
     return result
@@ -49,11 +48,8 @@ class AveragedShards(nn.Module):
     """A sharded model with the average of all learners' weights. No rank holds the whole model.
 
     A call runs the training model with the averaged shards in the place of its own, and is collective over the ranks of
-    a learner. Its ``state_dict()`` has DTensors, for ``torch.distributed.checkpoint``.
-
-    Args:
-        learner: sharded; its training model keeps its weights.
-        batch_norm: as in :func:`averaged_model`.
+    a learner. Its ``state_dict()`` has DTensors, for ``torch.distributed.checkpoint``. For ``batch_norm`` see
+    :func:`averaged_model`.
     """
 
     def __init__(self, learner: Learner, batch_norm: str) -> None:
@@ -80,11 +76,7 @@ class AveragedShards(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the averaged model.
-
-        Raises:
-            RuntimeError: gradients are recorded, which a later backward pass would compute with other weights.
-        """
+        """The output of the averaged model. RuntimeError: a later backward pass would compute with other weights."""
         if torch.is_grad_enabled():
             raise RuntimeError("the average of a sharded model has no gradients: evaluate under torch.no_grad()")
         learner, (model,) = self._learner, self._learner.models
@@ -162,11 +154,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
 
     Args:
         model: changed in place. Its training mode is restored, also after an exception.
-        batches: inputs of the model: tensors, or tuples of arguments. At least one.
+        batches: inputs of the model: tensors, or tuples of arguments. ValueError: there is none.
         comm: the connection to the other ranks, which must call this too; None takes the batches of this rank alone.
-
-    Raises:
-        ValueError: there is no batch.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     modes = {module: module.training for module in model.modules()}
@@ -194,9 +183,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
             module.training = training
     for norm in norms:
         assert norm.running_mean is not None and norm.running_var is not None
-        moments = seen.get(norm)
-        if moments is None:  # no batch of this rank reached the layer
-            moments = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
+        none = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)
+        moments = seen.get(norm, none)  # no batch of this rank may have reached the layer
         if comm is not None:
             rows = len(comm.learners)  # equal for all learners of a rank
             moments = _of_union(comm.gather(moments.repeat(rows, 1))[::rows])

@@ -19,8 +19,7 @@ from ddpcore.comm.agreement import check_agreement, facts_of
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.connect import Connection, connect, find_run
 from ddpcore.comm.groups import Fact, default_group
-from ddpcore.distributed.calls import is_distributed
-from ddpcore.distributed.guards import check_model, check_optimizer, group_of, layouts_of, shards_of, undone_on_error
+from ddpcore.distributed import guards
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside
@@ -65,8 +64,7 @@ def distribute(
     Returns:
         A handle with ``.model`` to call. That of virtual learners takes ``[learners, batch, ...]``: add their losses.
 
-    Raises:
-        ValueError: the arguments do not fit together.
+    ValueError: the arguments do not fit together.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
@@ -76,15 +74,16 @@ def distribute(
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         return _baseline(model, optimizer, strategy, group, connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, group, mesh, connection, vectorize)
-    shards = shards_of(model, group, strategy, connection, scaler, on_nonfinite)
+    group = _group_of(learners, guards.group_of(mesh, group, learners), connection, vectorize)
+    if (shards := guards.shards_of(model, group)) is not None:
+        guards.check_shards(strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
-    facts = facts_of(model, optimizer, strategy, settings) + layouts_of(model)
+    facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
         check_agreement(one, facts, _trained(model).device, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
-    with undone_on_error(model, optimizer, strategy):
+    with guards.undone_on_error(model, optimizer, strategy):
         learner = _make_learner(model, optimizer, strategy, comm, learners or 1, connection, shards)
         _start_alike(learner)
         called = model if learners is None else LearnerModels(learner.models, learner.flat, vectorize)
@@ -122,11 +121,8 @@ def _set_up(strategy: Strategy, comm: Communicator, dtype: torch.dtype, facts: l
         comm.note_topology(strategy.topology)
     comm.announce(facts, num_first)
     if comm.num_learners == 1 and not strategy.traits.averages_gradients:
-        text = (
-            f"{strategy.name}: there is one learner, so nothing is averaged (outer steps go on): start more ranks, or "
-            "pass learners="
-        )
-        warnings.warn(text, stacklevel=3)
+        text = "there is one learner, so nothing is averaged (outer steps go on): start more ranks, or pass learners="
+        warnings.warn(f"{strategy.name}: {text}", stacklevel=3)
 
 
 def _make_learner(
@@ -172,28 +168,24 @@ def join(
 
     Args:
         model: as the other ranks have it, with any weights.
-        optimizer: of the same class, with the same options.
-        strategy: the same strategy.
+        optimizer, strategy, policies, on_nonfinite: as the other ranks gave them to :func:`distribute`.
         store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
-        connection: as the other ranks gave it to :func:`distribute`. Its timeout is that of the wait for the run.
-        policies: as the other ranks gave them.
-        on_nonfinite: as the other ranks gave it.
+        connection: as the other ranks gave it. Its timeout is that of the wait for the run.
 
-    Raises:
-        ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
-        RuntimeError: there is no such run, or it does not answer.
+    ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+    RuntimeError: there is no such run, or it does not answer.
     """
     policies = policies or Policies()
     connection = replace(connection or Connection(), on_failure="shrink")
     settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
     _check(model, optimizer, strategy, policies, None, None)
-    if sharded := layouts_of(model):
+    if sharded := guards.layouts_of(model):
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
     check_on_nonfinite(on_nonfinite, strategy, 2)  # the run has others
     facts = facts_of(model, optimizer, strategy, settings)
     comm = find_run(store, _trained(model).device, connection.timeout)
-    with undone_on_error(model, optimizer, strategy):
+    with guards.undone_on_error(model, optimizer, strategy):
         strategy.setup(comm.membership.first, _trained(model).dtype)
         learner = _make_learner(model, optimizer, strategy, comm, 1, connection)
         comm.enter(facts)  # after the slow part, because the others wait from here on
@@ -227,15 +219,9 @@ def _baseline(
 
 
 def _group_of(
-    learners: int | None,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    connection: Connection,
-    vectorize: bool | None,
+    learners: int | None, group: dist.ProcessGroup | None, connection: Connection, vectorize: bool | None
 ) -> dist.ProcessGroup | None:
     """The process group; None if all learners are virtual ones of this process."""
-    if mesh is not None:
-        group = group_of(mesh, group, learners)
     if learners is None:
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
@@ -249,10 +235,8 @@ def _group_of(
 
 def _trained(model: nn.Module) -> Tensor:
     """A trained parameter. FlatParameters refuses a model of two dtypes or devices, or without trained parameters."""
-    return next(
-        (parameter for parameter in model.parameters() if parameter.requires_grad),
-        torch.zeros(0, dtype=torch.float32, device="cpu"),
-    )
+    none = torch.zeros(0, dtype=torch.float32, device="cpu")
+    return next((parameter for parameter in model.parameters() if parameter.requires_grad), none)
 
 
 @torch.no_grad()
@@ -306,14 +290,13 @@ def _check(
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
-    check_model(model)
-    check_optimizer(optimizer, learners)
+    guards.check_model(model)
+    guards.check_optimizer(optimizer, learners)
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in given:
-            raise ValueError(
-                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
-            )
+    for name, one in model.named_parameters():
+        if one.requires_grad and id(one) not in given:
+            advice = "add it, or freeze it with requires_grad_(False)"
+            raise ValueError(f"parameter {name} is not in the optimizer: {advice}")
     if not given <= set(map(id, model.parameters())):
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
     policies.check(strategy)
@@ -326,8 +309,7 @@ def _check(
     if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
         raise ValueError(
             f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients, and under "
-            f"{strategy.name} they differ: "
-            "leave process_group out"
+            f"{strategy.name} they differ: leave process_group out"
         )
     if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
@@ -335,7 +317,7 @@ def _check(
 
 def _check_unused(model: nn.Module) -> None:
     """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
-    if is_distributed(model.parameters()):
+    if guards.is_distributed(model.parameters()):
         raise ValueError(
             "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
             "evaluation_model()"

@@ -1,19 +1,25 @@
-"""Checks before ``distribute`` changes anything: models and optimizers that it cannot train are refused by name."""
+"""Models and optimizers that ``distribute`` cannot train are refused by name, and later steps of other optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpcore.comm.connect import Connection
 from ddpcore.comm.groups import Fact
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import Shards, fsdp_parameters, is_dtensor, local, mesh_of, placements_of
 from ddpcore.strategies.base import Strategy
 
@@ -24,14 +30,15 @@ _WRAPPERS = {
     "FullyShardedDataParallel",
     "ShardedDataParallel",
 }
+_WATCHES = WeakTensorKeyDictionary()  # a reference to the watch of each parameter that distribute() has moved
+_OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
+_OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # number of parameters
+_hooks: list[Any] = []  # on all optimizers and modules of the process, from the first watch on
+_registered = [0]  # parameters and modules that any model has registered since then
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model whose weights or buffers cannot be moved, or that something else averages or shards.
-
-    Raises:
-        ValueError: the model is a wrapper or a torch.jit model, or a tensor of it cannot be used. Nothing was changed.
-    """
+    """Raise ValueError if weights or buffers of a model cannot be moved, or something else averages or shards it."""
     for name, module in model.named_modules():
         if wrapper := wrapper_of(module):
             raise ValueError(
@@ -57,11 +64,7 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def check_optimizer(optimizer: object, learners: int | None) -> None:
-    """Refuse an optimizer whose ``step()`` calls no hooks, or that sends weights itself.
-
-    Raises:
-        ValueError: it is such an optimizer. Nothing was changed.
-    """
+    """Raise ValueError for an optimizer whose ``step()`` calls no hooks, or that sends weights itself."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is a {name}: pass a torch.optim.Optimizer")
@@ -140,19 +143,15 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
 # ---- learners larger than a rank: each is a group of ranks that hold shards of one model ----
 
 
-def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup:
-    """The process group of a mesh of learners, of one dimension.
-
-    Raises:
-        ValueError: it has more dimensions, or ``group=`` or ``learners=`` is given too.
-    """
-    given = [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]
-    if given:
+def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup | None:
+    """The group of a mesh, if given. ValueError: it has two dimensions, or ``group=`` or ``learners=`` is given too."""
+    if mesh is None:
+        return group
+    if given := [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]:
         raise ValueError(f"mesh= says which ranks are learners: leave {' and '.join(given)} out")
     if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}: pass the one of the learners, mesh['learners']"
-        )
+        names = mesh.mesh_dim_names
+        raise ValueError(f"mesh has the dimensions {names}: pass the one of the learners, mesh['learners']")
     found: dist.ProcessGroup = mesh.get_group()
     return found
 
@@ -166,26 +165,14 @@ def layouts_of(model: nn.Module) -> list[Fact]:
     ]
 
 
-def shards_of(
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    strategy: Strategy,
-    connection: Connection,
-    scaler: object,
-    on_nonfinite: str,
-) -> Shards | None:
+def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | None:
     """This rank's part of a model whose parameters are DTensors; None for a model that is whole.
 
-    Args:
-        model, strategy, connection, scaler, on_nonfinite: as in ``distribute``.
-        group: the learners: ranks that hold the same shards of different learners; None for virtual learners.
-
-    Raises:
-        ValueError: a parameter cannot be averaged over these learners, or an option does not work with shards.
+    ``group`` are the learners: ranks that hold the same shards of different learners; None for virtual learners.
+    ValueError: a parameter cannot be averaged over these learners.
     """
     named = list(model.named_parameters())
-    sharded = [name for name, parameter in named if is_dtensor(parameter)]
-    if not sharded:
+    if not (sharded := [name for name, parameter in named if is_dtensor(parameter)]):
         return None
     if group is None:
         raise ValueError(
@@ -198,7 +185,6 @@ def shards_of(
             )
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
-    _check_options(strategy, connection, scaler, on_nonfinite)
     shards = Shards(model)
     ranks, own = set(shards.mesh.mesh.flatten().tolist()), dist.get_rank()
     for name, parameter in named:
@@ -221,7 +207,8 @@ def shards_of(
     return shards
 
 
-def _check_options(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
+def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_nonfinite: str) -> None:
+    """Raise ValueError if an argument of ``distribute`` does not work with shards."""
     if strategy.traits.no_shards:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_shards}")
     if connection.on_failure != "raise":
@@ -235,3 +222,65 @@ def _check_options(strategy: Strategy, connection: Connection, scaler: object, o
         )
     if on_nonfinite == "quarantine":
         raise ValueError("on_nonfinite is 'quarantine', which takes whole models: take 'skip'")
+
+
+# ---- steps of other optimizers and changes of modules, in any code of the process ----
+
+
+def is_distributed(parameters: Iterable[Tensor]) -> bool:
+    """Whether a ``distribute`` call has moved one of the parameters to a flat buffer."""
+    return any(parameter in _WATCHES for parameter in parameters)
+
+
+def num_registered() -> int:
+    """How many parameters and modules any model has registered since the first watch."""
+    return _registered[0]
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frame and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def register(watch: Any) -> None:
+    """From now on refuse steps of other optimizers on the parameters of the learner of a ``LoopWatch``."""
+    _WATCHES.update(dict.fromkeys(watch.learner.flat.parameters, weakref.ref(watch)))
+    _OWN.add(watch.learner.optimizer)
+    _OTHERS.clear()
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_check_step))
+        exclude_from_compilation(sys.modules[__name__], "_count")  # compiled code of other models runs it, too
+        _hooks.append(nn.modules.module.register_module_parameter_registration_hook(_count))
+        _hooks.append(nn.modules.module.register_module_module_registration_hook(_count))
+
+
+def _count(module: nn.Module, name: str, value: object) -> None:
+    _registered[0] += 1
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse a step of another optimizer on parameters of a handle, unless one of the two calls the other.
+
+    torch calls this before every step of any optimizer, so parameters are looked up once for each optimizer.
+    """
+    if torch.compiler.is_compiling() or optimizer in _OWN:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if _OTHERS.get(optimizer) == len(parameters):
+        return
+    reference = next((_WATCHES[parameter] for parameter in parameters if parameter in _WATCHES), None)
+    if reference is None:
+        _OTHERS[optimizer] = len(parameters)
+        return
+    watch = reference()
+    own = None if watch is None else watch.learner.optimizer
+    if watch is not None and watch.has_called(sys._getframe(1)):
+        return
+    if own is not None and any(value is own for value in vars(optimizer).values()):
+        return
+    raise RuntimeError(
+        f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "
+        f"average: step the {'optimizer' if own is None else type(own).__name__} that it got, and change its options"
+    )

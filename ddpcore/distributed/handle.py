@@ -1,9 +1,9 @@
-"""The handle of a model in training, as ``distribute`` returns it; baselines have this one."""
+"""The handle of a model in training, as ``distribute`` returns it; baselines have this one. Observers of the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,25 @@ from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class Observer:
+    """Diagnostics that follow a loop: methods are called on every rank in this order, read a learner, change nothing.
+
+    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients.
+    """
+
+    def before_forward(self, learner: Learner) -> None:
+        """Called before a forward pass that records gradients."""
+
+    def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
+        """Called during backward: columns ``[L, n]`` of ``grad_LP`` hold each learner's own gradients."""
+
+    def gradients_averaged(self, learner: Learner) -> None:
+        """Called at the end of a backward pass: all rows of ``grad_LP`` hold the average."""
+
+    def before_step(self, learner: Learner) -> None:
+        """Called before the optimizer's step, with the weights and gradients that the backward pass left."""
 
 
 class Distributed:
@@ -39,9 +58,7 @@ class Distributed:
     num_samples: int | Sequence[int] | None = None
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self.model = model
-        self.comm = comm
-        self.phases = PhaseClock()
+        self.model, self.comm, self.phases = model, comm, PhaseClock()
         self.nonfinite: list[NonFinite] = []
 
     def __repr__(self) -> str:
@@ -70,10 +87,7 @@ class Distributed:
 
         Args:
             losses: one for each learner, a tensor ``[learners]`` or a sequence of scalars; or a scalar of one learner.
-                Their mean would divide each gradient by the number of learners, so it is refused.
-
-        Raises:
-            ValueError: there are not as many losses as learners.
+                A ValueError refuses their mean, which would divide each gradient by the number of learners.
         """
         stacked = losses if isinstance(losses, Tensor) else torch.stack(list(losses))
         num = len(getattr(self.model, "rows", self.models))
@@ -91,31 +105,26 @@ class Distributed:
         passes of some virtual learners after those of others. One such loop is one pass of all learners. On a real rank
         it yields the batch as it is.
 
-        Args:
-            tensors: ``[learners, batch, ...]``.
-            at_once: so many learners' rows in each part. None: one; all where ``vmap`` runs the learners.
+        Tensors are ``[learners, batch, ...]``. Each part has the rows of ``at_once`` learners. None: one; all where
+        ``vmap`` runs the learners.
         """
         yield tensors
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes accumulate gradients without averaging them."""
-        with self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext():
-            yield
+        return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
         """Return a copy of the model with the average of all learners' weights. Collective.
 
-        The model in training does not change. push_sum weights learners by their push weights p:
-        ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
+        push_sum weights learners by their push weights p: ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
 
         Args:
             batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
                 normalisation with the averaged weights.
-            batches: training inputs of this rank, for ``recalibrate``; see ``averaging.recalibrate``.
+            batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
 
-        Raises:
-            ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
+        ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
         """
         if batch_norm not in BATCH_NORM:
             raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
@@ -135,10 +144,7 @@ class Distributed:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the states of model, optimizer and random numbers.
-
-        Every rank saves its own state, and loads the state that it saved.
-        """
+        """Return the state of this rank for a checkpoint, beside the states of model, optimizer and random numbers."""
         return {}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -147,8 +153,7 @@ class Distributed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, after the states of model and optimizer. Collective.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or to another strategy.
+        ValueError: the state belongs to a model with other parameters or to another strategy.
         """
 
     @property
@@ -159,17 +164,12 @@ class Distributed:
     def play(self, script: Iterable[Change]) -> None:
         """Let virtual learners die as the ``changes`` of another run say, each from its operation on.
 
-        Raises:
-            ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
+        ValueError: the learners are ranks, ``on_failure`` is not ``shrink``, or an operation is over already.
         """
         self.comm.play(script)
 
     def lose(self, learner: int) -> None:
-        """Let a virtual learner die now: the next operation between learners is without it. See :meth:`play`.
-
-        Raises:
-            ValueError: as for :meth:`play`, or there is no such learner.
-        """
+        """Let a virtual learner die now, as :meth:`play` does. ValueError, too: there is no such learner."""
         members = () if self.comm.membership is None else self.comm.membership.members
         operation = getattr(self.comm, "num_operations", 0)
         if members and learner not in members:

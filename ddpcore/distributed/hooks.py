@@ -30,8 +30,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
@@ -81,9 +80,13 @@ class HookedDistributed(Distributed):
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
-            waits = learner.comm.transport == "virtual"
             self._buckets = GradientBuckets(
-                learner.flat, self._bucket_ready, self._after_backward, waits=waits, in_place=self._averages_in_place
+                learner.flat,
+                self._bucket_ready,
+                self._after_backward,
+                waits=learner.comm.transport == "virtual",
+                in_place=self._averages_in_place,
+                on_gradient=None if learner.flat.num_rows == 1 else self._note_gradient,
             )
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._is_training = True  # whether the call of step() that runs is a step of training
@@ -93,7 +96,8 @@ class HookedDistributed(Distributed):
         first = learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
         for one in self.models:
-            one.register_state_dict_pre_hook(_SaveHook(hook))
+            one.register_state_dict_pre_hook(_StateHook(hook))
+            one.register_load_state_dict_pre_hook(_StateHook(hook))
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
             model.register_forward_hook(_LeaveHook(hook), always_call=True)
@@ -106,6 +110,12 @@ class HookedDistributed(Distributed):
             membership.on_change.append(self._members_changed)
         self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
+
+    def __copy__(self) -> HookedDistributed:
+        return self
+
+    def __reduce__(self) -> tuple[type[_NoHandle], tuple[()]]:
+        return _NoHandle, ()
 
     @property
     @override
@@ -236,6 +246,10 @@ class HookedDistributed(Distributed):
         only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        assert self._watch.resets is not None
+        self._watch.resets.note(parameter)
+
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         self.learner.num_samples = self.num_samples
         plan = self.strategy.plan(self.learner.step)
@@ -318,6 +332,16 @@ class HookedDistributed(Distributed):
         if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
             self._buckets.finish_without_pass()
 
+    def _check_complete(self) -> None:
+        """Refuse a step in which only some virtual learners had a pass outside of ``no_sync``: nothing was averaged."""
+        buckets = self._buckets
+        if buckets is not None and self._watch.averaged and not self._watch.has_average and buckets.lacking_rows:
+            rows = ", ".join(map(str, buckets.lacking_rows))
+            raise RuntimeError(
+                f"{self.strategy.name}: learner {rows} had no backward pass outside of no_sync(), so nothing was "
+                "averaged: run the last pass of each learner outside of it"
+            )
+
     @torch.no_grad()
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
@@ -326,6 +350,7 @@ class HookedDistributed(Distributed):
             learner.flat.shards.reshard()
         if closure is None:
             self._join_average()
+            self._check_complete()
         self._watch.before_step(closure)
         if closure is None and strategy.traits.stays_identical and getattr(learner.optimizer, "process_group", None):
             check_divided(learner)
@@ -366,6 +391,18 @@ class HookedDistributed(Distributed):
             self._buckets.rebuild()
 
 
+class _NoHandle:
+    """What a copy or a pickle of a handle becomes, such as that in an attribute of a module: its hooks stay behind."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for these
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this is a copy of a handle, whose model no strategy trains: call distribute() with the handle's "
+            "evaluation_model(), or save and load RunState(handle)"
+        )
+
+
 class _Hook:
     """A hook of a model in training. Copies of a model lose it."""
 
@@ -392,7 +429,8 @@ class _ForwardHook(_Hook):
         exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
         exclude_from_compilation(_LeaveHook, "__call__", reason=reason)
         self._handle = weakref.ref(handle)
-        self._called: set[int] = set()  # learners' models that ran since the last call of the strategy
+        # Learners' models that ran since the last call of the strategy: inside no_sync, and outside.
+        self._ran: dict[bool, set[int]] = {True: set(), False: set()}
         self._is_inside = False  # whether a call of handle.model is running
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -407,10 +445,11 @@ class _ForwardHook(_Hook):
         if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
-        is_new = self._is_inside or not self._called or id(module) in self._called
+        ran = self._ran[handle._buckets is not None and handle._buckets.paused]
+        is_new = self._is_inside or not ran or id(module) in ran
         if is_new:
-            self._called.clear()
-        self._called |= set(map(id, handle.models)) if self._is_inside else {id(module)}
+            ran.clear()
+        ran |= set(map(id, handle.models)) if self._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
 
@@ -427,14 +466,14 @@ class _LeaveHook(_Hook):
             handle.phases.end_forward(module, inputs, outputs)
 
 
-class _SaveHook(_Hook):
-    """Before a state of a model is saved, so that it holds no temporary change of the weights."""
+class _StateHook(_Hook):
+    """Before a state of a model is saved or loaded: neither meets a temporary change of the weights."""
 
     def __init__(self, hook: _ForwardHook) -> None:
         self._handle = hook._handle
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
             handle.strategy.restore_weights(handle.learner)
 

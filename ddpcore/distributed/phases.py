@@ -20,18 +20,16 @@ from ddpcore.parameters.hooks import is_compiled_autograd, own_hooks
 
 _STARTS = ("before_forward", "bucket_ready")  # calls that may start a transfer and do not wait for it
 _WAITS = ("after_backward", "before_step")  # calls that wait for it
+PHASES = ("forward pass", "backward pass", "rest of the step")
+LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
 
 
 class PhaseClock:
-    """Counts a rank's seconds of forward passes, backward passes and waiting.
+    """Counts a rank's seconds of forward passes, backward passes and ``waiting``.
 
-    Args:
-        comm: of a strategy, whose calls are waiting; None: torch averages and waits at the end of the backward pass.
-
-    Attributes:
-        waiting: seconds so far in which the rank waited.
-        overlapped: seconds between a call that started a transfer to other processes and the call that waited for it,
-            without ``waiting``. So at most this much communication was hidden behind computation.
+    Calls of the strategy that has ``comm`` are waiting; with None torch averages and waits at the end of the backward
+    pass. ``overlapped`` are seconds between a call that started a transfer to other processes and the call that waited
+    for it, without ``waiting``. So at most this much communication was hidden behind computation.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
@@ -129,10 +127,6 @@ class PhaseClock:
         self.num_steps += self._is_last
 
 
-PHASES = ("forward pass", "backward pass", "rest of the step")
-LEAST_WAITING, LEAST_EXPLAINED = 0.1, 0.8  # of a step, and of the waiting
-
-
 class SlowRank(NamedTuple):
     """A rank for which the others wait, with seconds of a step."""
 
@@ -153,9 +147,7 @@ class SlowRank(NamedTuple):
 def slow_ranks(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[SlowRank]:
     """The ranks that explain at least 80 % of the others' waiting; none if these wait less than 10 % of a step.
 
-    Args:
-        own: of each rank, seconds a step of its own work by phase, in the order of ``PHASES``.
-        waiting: of each rank, seconds a step in which it only waited.
+    ``own`` are seconds a step of each rank's own work by phase, in the order of ``PHASES``, ``waiting`` of its waiting.
     """
     sums = {rank: sum(phases) for rank, phases in own.items()}
     middle, middles = median_low(sums.values()), [median_low(column) for column in zip(*own.values(), strict=True)]

@@ -5,24 +5,30 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import stateless
+from torch.utils._pytree import tree_map, tree_map_with_path
 
 from ddpcore.distributed.averaging import has_average
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.distributed.saved_shards import MARK, joined, layouts_by_name, room_for, split
+from ddpcore.parameters.flat import FlatParameters, Segment
+from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
 from ddpcore.storage.serialization import copy_of, pack, unpack
+from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.learner import Learner
 
 _PREFIX = "ddpcore-rank-"
 _SAVED = re.compile(rf"(?:^|\.){_PREFIX}(\d+)\.(.+)$")
 _OF_SHARD = re.compile(r"shard-(\d+)\.")  # begins the name of what one rank of a sharded learner has for itself
+_MARK = "@"  # in the name of a DTensor, before the name of the parameter that has its layout
+_SHARDS = "__shards__"
 
 
 def _hooked(handle: Distributed) -> HookedDistributed:
@@ -34,26 +40,41 @@ def _hooked(handle: Distributed) -> HookedDistributed:
 def run_state(handle: Distributed) -> dict[str, Any]:
     """Model, optimizer, handle and random numbers of this process: plain values and tensors. Not collective.
 
-    Raises:
-        ValueError: the handle is of a baseline or of a sharded learner.
+    ValueError: the handle is of a baseline or of a sharded learner.
     """
-    handle = _hooked(handle)
-    if handle.learner.flat.shards is not None:
+    learner = _hooked(handle).learner
+    if learner.flat.shards is not None:
         raise ValueError("each rank has a shard of a learner: save RunState(handle), as docs/sharded.md shows")
-    return _state_of(handle)
+    return state_of(handle, learner.models[0], learner.optimizer)
 
 
-def _state_of(handle: HookedDistributed) -> dict[str, Any]:
-    state = {
-        "model": copy_of(dict(handle.models[0].state_dict())),
-        "optimizer": handle.learner.optimizer.state_dict(),
-        "handle": handle.state_dict(),
-        "random": {"cpu": torch.get_rng_state()},
-    }
-    device = handle.learner.flat.param_LP.device
+def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As :func:`run_state`, also of baselines, whose handles do not know the model and optimizer of ``distribute``."""
+    device, random = _device_of(handle, model), {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        state["random"]["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+        random["cuda"] = torch.cuda.get_rng_state(device)
+    return {
+        "model": copy_of(dict(model.state_dict())),
+        "optimizer": optimizer.state_dict(),
+        "handle": handle.state_dict(),
+        "random": random,
+    }
+
+
+def load_state(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the result of :func:`state_of`, after ``handle.check_state``. Collective."""
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    handle.load_state_dict(state["handle"])
+    random, device = state.get("random", {}), _device_of(handle, model)  # none: of another number of shards
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"].cpu())
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"].cpu(), device)
+
+
+def _device_of(handle: Distributed, model: nn.Module) -> torch.device:
+    return next(model.parameters()).device if handle.learner is None else handle.learner.flat.param_LP.device
 
 
 def load_run_state(
@@ -67,14 +88,11 @@ def load_run_state(
 
     Args:
         handle: of this process, after ``distribute``.
-        states: results of :func:`run_state`, one for each process. As many processes use only their own, so the others
-            may be None.
+        states: results of :func:`run_state`, of each process. As many processes use only their own, the others may be
+            None. ValueError: they are of another strategy or model, or the learners of the strategy have no mean.
         moments: ``average`` or ``reset`` those of the optimizer, if the number of learners is another one.
         weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
             saved, with its buffers and moments.
-
-    Raises:
-        ValueError: another strategy or another model has saved them, or the learners of the strategy have no mean.
     """
     handle = _hooked(handle)
     mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
@@ -86,14 +104,7 @@ def load_run_state(
     if len(states) * len(handle.comm.learners) != handle.comm.num_learners:
         raise ValueError(f"{len(states)} processes have saved the {num_saved} learners: resume with as many processes")
     handle.check_state(state["handle"])
-    handle.models[0].load_state_dict(state["model"])
-    handle.learner.optimizer.load_state_dict(state["optimizer"])
-    handle.load_state_dict(state["handle"])
-    random, device = state.get("random", {}), handle.learner.flat.param_LP.device  # none: of another number of shards
-    if "cpu" in random:
-        torch.set_rng_state(random["cpu"].cpu())
-    if "cuda" in random and device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"].cpu(), device)
+    load_state(handle, handle.models[0], handle.learner.optimizer, state)
 
 
 @torch.no_grad()
@@ -174,11 +185,8 @@ class RunState:
     Args:
         handle: of this process, after ``distribute``.
         saved: the folder to load, of which the sizes of tensors are read first. Another number of learners may have
-            saved it, see :func:`load_run_state`.
+            saved it. ValueError: it holds no state of this model that these learners can load.
         options: ``moments`` and ``weights`` of :func:`load_run_state`, for another number of learners.
-
-    Raises:
-        ValueError: the folder holds no such state, or that of another model, or of learners that this one cannot load.
     """
 
     def __init__(self, handle: Distributed, *, saved: str | Path | None = None, **options: str) -> None:
@@ -204,9 +212,9 @@ class RunState:
         if self._found:
             return {f"{_PREFIX}{rank}": self._room(rank) for rank in self._needed()}
         comm, learner, shared = self._handle.comm, self._handle.learner, dict[str, Any]()
-        state: Any = _state_of(self._handle)
+        state: Any = state_of(self._handle, learner.models[0], learner.optimizer)
         if learner.flat.shards is not None:
-            state, shared = split(state, learner, self._handle.strategy)
+            state, shared = _split(state, learner, self._handle.strategy)
         tree, tensors = pack(state)
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
         own = {f"{self._own(self._num_shards)}{name}": one for name, one in {"tree": text, **tensors}.items()}
@@ -223,7 +231,7 @@ class RunState:
                 handle.check_state({**tree["handle"], "made_by": handle._made_by()})  # before the layout changes
                 names = handle.learner.flat.names
                 handle._lay_out([names.index(name) for name in tree["handle"]["layout"]])
-                tree = joined(tree, tensors, handle.learner)
+                tree = _joined(tree, tensors, handle.learner)
             states[rank] = unpack(tree, tensors, handle.learner.flat.param_LP.device)
             if self._num_saved != self._num_shards:
                 del states[rank]["random"]
@@ -238,8 +246,8 @@ class RunState:
             raise ValueError(f"{saved} holds whole learners and this model is sharded: load it into a whole model")
         if not self._num_saved:
             return
-        owners = layouts_by_name(self._handle.models[0])
-        names = {name.rpartition(MARK)[2] for name in self._found[0] if not _OF_SHARD.match(name)}
+        owners = self._handle.models[0].state_dict(keep_vars=True)
+        names = {name.rpartition(_MARK)[2] for name in self._found[0] if not _OF_SHARD.match(name)}
         lacking = {name for name, one in owners.items() if isinstance(one, nn.Parameter)} - names
         if other := sorted(lacking | (names - set(owners))):
             raise ValueError(
@@ -258,21 +266,108 @@ class RunState:
     def _room(self, rank: int) -> dict[str, Any]:
         """Tensors for what this process loads of one that has saved."""
         own, room = self._own(self._num_saved), {}
-        owners = layouts_by_name(self._handle.models[0]) if self._num_saved else {}
+        owners = self._handle.models[0].state_dict(keep_vars=True) if self._num_saved else {}
         for name, entry in self._found[rank].items():
             size, dtype = entry.size, entry.properties.dtype
             if name.startswith(own):
                 room[name] = torch.empty(size, dtype=dtype, device="cpu")
             elif not _OF_SHARD.match(name):
-                room[name] = room_for(owners[name.rpartition(MARK)[2]], size, dtype)
+                room[name] = _room_for(owners[name.rpartition(_MARK)[2]], size, dtype)
         return room
 
     def _needed(self) -> list[int]:
         """That of this process, if as many have saved, else all."""
-        comm = self._handle.comm
-        if len(self._found) * len(comm.learners) != comm.num_learners:
-            return sorted(self._found)
-        return [comm.learners[0] // len(comm.learners)]
+        comm, num = self._handle.comm, len(self._handle.comm.learners)
+        return [comm.learners[0] // num] if len(self._found) * num == comm.num_learners else sorted(self._found)
+
+
+# ---- sharded learners: their state as DTensors, which another number of shards can load ----
+# torch.distributed.checkpoint takes DTensors with one name for copies of one tensor, also if they are on the meshes of
+# different learners. It saves each shard once, so that a tensor would get shards of several learners. So each name
+# holds the number of the learner.
+
+
+def _split(state: dict[str, Any], learner: Learner, strategy: Strategy) -> tuple[Any, dict[str, Tensor]]:
+    """The state of a run, in which marks stand for DTensors and for rows of the flat buffer; and the DTensors by name.
+
+    DTensors are parts of the model and of the optimizer, and rows are at ``state["handle"]["strategy"]``.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  its import takes long
+
+    flat, tensors = learner.flat, dict[str, Tensor]()
+    names = {id(value): name for name, value in learner.models[0].state_dict(keep_vars=True).items()}
+    numbered = [parameter for group in learner.optimizer.param_groups for parameter in group["params"]]
+
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys: list[Any] = [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+        where = ".".join(map(str, keys))
+        if is_dtensor(leaf):
+            owner = keys[1] if keys[0] == "model" else names[id(numbered[keys[2]])]
+            tensors[f"{where}{_MARK}{owner}"] = leaf
+            return {_SHARDS: [f"{where}{_MARK}{owner}"], "dims": 0}
+        if keys[:2] != ["handle", "strategy"] or not (segments := _segments_of(leaf, keys, flat, strategy)):
+            return leaf
+        row, first = leaf.detach(), leaf.storage_offset() - segments[0].offset
+        parts = {}
+        for segment in segments:
+            one: Any = flat.parameters[flat.names.index(segment.name)]
+            part = row.as_strided(segment.shape, segment.stride, first + segment.offset)
+            sizes = {"shape": one.shape, "stride": one.stride()}
+            whole = DTensor.from_local(part, mesh_of(one), placements_of(one), run_check=False, **sizes)
+            parts[f"{where}{_MARK}{names[id(one)]}"] = whole
+        tensors.update(parts)
+        return {_SHARDS: list(parts), "dims": row.dim()}
+
+    return tree_map_with_path(mark, state), tensors
+
+
+def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Strategy) -> list[Segment]:
+    """The segments of a row ``[X]`` or ``[1, X]`` of all columns, or of the numbered part of them; none for others."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
+        return []
+    parts, numbers = strategy.traits.columns, [key for key in keys if isinstance(key, int)]
+    spans = [parts[number] for number in numbers[-1:] if number < len(parts)]
+    for begin, end in [*spans, (0, flat.numel)]:
+        if leaf.numel() == leaf.shape[-1] == end - begin:
+            return [segment for segment in flat.segments if begin <= segment.offset < end]
+    return []
+
+
+def _joined(tree: Any, tensors: Mapping[str, Tensor], learner: Learner) -> Any:
+    """The reverse of ``_split``: marks become DTensors or whole tensors, and rows with the layout of this buffer."""
+    flat = learner.flat
+    owners = learner.models[0].state_dict(keep_vars=True)
+
+    def fill(node: Any) -> Any:
+        if not _is_mark(node):
+            return node
+        found = [tensors[name] for name in node[_SHARDS]]
+        if not node["dims"]:
+            return found[0]
+        places = [flat.index[id(owners[name.rpartition(_MARK)[2]])] for name in node[_SHARDS]]
+        begin = flat.segments[places[0]].offset
+        following = flat.segments[places[-1] + 1 :]
+        end = following[0].offset if following else flat.numel
+        row = torch.zeros(end - begin, dtype=found[0].dtype, device=flat.param_LP.device)
+        for place, part in zip(places, found, strict=True):
+            segment = flat.segments[place]
+            row.as_strided(segment.shape, segment.stride, segment.offset - begin).copy_(local(part))
+        return row.view(*[1] * (node["dims"] - 1), -1)
+
+    return tree_map(fill, tree, is_leaf=_is_mark)
+
+
+def _is_mark(node: Any) -> bool:
+    return isinstance(node, dict) and _SHARDS in node
+
+
+def _room_for(like: Any, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of a global size that is laid out as another one."""
+    if not is_dtensor(like):
+        return torch.empty(size, dtype=dtype, device=like.device)
+    from torch.distributed.tensor import empty  # noqa: PLC0415  its import takes long
+
+    return empty(size, dtype=dtype, device_mesh=mesh_of(like), placements=placements_of(like))
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class Policies:
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
     ``average``: the mean over all learners. ``reset``: the value at the start of training. push_sum allows no
-    ``gossip``, because its mixing is not an average.
+    ``gossip``, because its mixing is not an average. ValueError: no such policy for that state.
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
@@ -41,9 +41,6 @@ class Policies:
         batch_norm: floating-point and complex buffers of the model.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
             the step).
-
-    Raises:
-        ValueError: no such policy for that state.
     """
 
     momentum: str = KEEP
@@ -66,18 +63,14 @@ class Policies:
 
     def check(self, strategy: Strategy) -> None:
         """Raise ValueError if a policy needs other learners or neighbours, and the strategy has none."""
-        averages = (self.momentum, self.batch_norm)
+        averages, name = (self.momentum, self.batch_norm), strategy.name
         if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
-            raise ValueError(
-                f"policies that average wait for other learners and {strategy.name} does not: take keep or reset"
-            )
+            raise ValueError(f"policies that average wait for other learners and {name} does not: take keep or reset")
         if GOSSIP in averages:
             if strategy.topology is None:
-                raise ValueError(f"policy gossip needs neighbours and {strategy.name} has none: take average")
-            if strategy.traits.no_mean:
-                raise ValueError(
-                    f"policy gossip averages as the weights do and {strategy.traits.no_mean}: take average"
-                )
+                raise ValueError(f"policy gossip needs neighbours and {name} has none: take average")
+            if why := strategy.traits.no_mean:
+                raise ValueError(f"policy gossip averages as the weights do and {why}: take average")
 
     def check_moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if no parameter of the model has a state that has a period."""
@@ -96,13 +89,9 @@ class Policies:
 
 
 class StateSync:
-    """Applies policies to the learners of this process.
+    """Applies checked policies to the learners of this process. ``gossip`` uses the topology of the strategy.
 
-    Args:
-        policies: checked policies.
-        learner: the learner, with its models, optimizer and connection.
-        strategy: the strategy, whose topology ``gossip`` uses.
-        joins: whether the learner joins a run: it loads the values at the start of training from another one.
+    A learner that ``joins`` a run loads the values at the start of training from another one.
     """
 
     def __init__(self, policies: Policies, learner: Learner, strategy: Strategy, *, joins: bool = False) -> None:
@@ -201,8 +190,7 @@ def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     """The names of the states of a parameter's shape that the optimizer keeps; None if only a step would show it."""
     if hasattr(optimizer, "state_names"):  # ddpcore's fused ones
         return tuple(optimizer.state_names(group))
-    state = optimizer.state.get(parameter)
-    if not state:
+    if not (state := optimizer.state.get(parameter)):
         if not type(optimizer).__module__.startswith("torch.optim"):
             return None
         probe, trial = copy(optimizer), nn.Parameter(torch.zeros_like(parameter))
@@ -213,7 +201,6 @@ def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         except (RuntimeError, TypeError):  # a step that needs more, such as a closure
             return None
         state = probe.state[trial]
-        parameter = trial
     return tuple(name for name, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape)
 
 
@@ -221,9 +208,6 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the scaler always calls the optimizer, which itself skips a step with an overflow."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) or fused
-
-
-# ---- learners that join a run ----
 
 
 @torch.no_grad()

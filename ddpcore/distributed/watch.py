@@ -19,8 +19,8 @@ from torch.nn.utils import stateless
 from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
-from ddpcore.distributed.calls import callers, num_registered, register
-from ddpcore.distributed.guards import wrapper_of
+from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
+from ddpcore.distributed.resets import ResetWatch
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -32,19 +32,12 @@ _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
 
 class LoopWatch:
-    """Checks forward passes, gradients, weights and calls of ``step()`` of one handle.
+    """Checks forward passes, gradients, weights and calls of ``step()`` of one handle. It is the ``learner.watch``.
 
-    Args:
-        learner: weights, gradients and optimizer. It gets this object as its ``watch``.
-        strategy: says what a step averages, and quarantines.
-        on_nonfinite: one of ``ON_NONFINITE``, checked.
-
-    Attributes:
-        averaged: whether gradients of this step are an average, or the loop asked for none.
-        num_passes: forward passes of this step that record gradients.
-        found: gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
-            process. In a group whose average is not finite, a rank names its own learners, or the average (None) if
-            their gradients were finite.
+    ``found`` are gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
+    process. In a group whose average is not finite, a rank names its own learners, or the average (None) if their
+    gradients were finite. ``has_average`` is whether gradients of this step are an average, ``averaged`` the same, or
+    the loop asked for none.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -73,9 +66,12 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if flat.num_rows > 1 and not strategy.traits.averages_gradients:
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
+        if self.resets is not None:
+            flat.on_gradients.append(self.resets.note_all)
+        if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
-            note = partial(_note, self._noted)
+            note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
@@ -116,8 +112,7 @@ class LoopWatch:
     def is_own_pass(self, module: nn.Module) -> bool:
         """Whether the forward pass of a model that begins uses the learner's weights, in a plain autograd graph.
 
-        Raises:
-            RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
+        RuntimeError: parameters were added or replaced, or DistributedDataParallel wraps the model.
         """
         if torch._C._functorch.maybe_current_level() is not None:
             return False  # torch.func.grad or vmap
@@ -172,11 +167,9 @@ class LoopWatch:
             torch._foreach_copy_(kept, own)
 
     def count_pass(self, *, by_weights: bool) -> None:
-        """Count a forward pass.
+        """Count a forward pass of a step, which averages weights if ``by_weights``.
 
-        Raises:
-            RuntimeError: with ``by_weights``, a step that averages weights: they were changed more than once between
-                its forward passes. A program that never calls ``step()`` would not average.
+        RuntimeError: they were changed between several passes: a program that never calls ``step()`` would not average.
         """
         self.num_passes += 1
         num = self.num_passes
@@ -197,9 +190,9 @@ class LoopWatch:
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
-        self.num_passes, self._sample = 0, None
+        self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
-        self._has_average = False  # whether gradients of this step are an average
+        self.has_average = False
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
@@ -222,16 +215,16 @@ class LoopWatch:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
         self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
-        self._is_late |= self._has_average and num_gradients > 0
+        self._is_late |= self.has_average and num_gradients > 0
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
-        if not self._has_average and self._strategy.traits.stays_identical:
+        if not self.has_average and self._strategy.traits.stays_identical:
             check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
-        self.averaged, self._has_average, self._is_late = True, True, False
+        self.averaged, self.has_average, self._is_late = True, True, False
         self._outside = {
             id(parameter): TensorWeakRef(parameter.grad)
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
@@ -260,9 +253,10 @@ class LoopWatch:
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is average):
+                virtual = ", once for each learner, and inside no_sync() for all passes but its last"
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
-                    "averaged: call backward() before step()"
+                    f"averaged: call backward() before step(){virtual if self._flat.num_rows > 1 else ''}"
                 )
 
     def _check_rows(self) -> bool:
@@ -290,14 +284,9 @@ class LoopWatch:
     # ---- a step ----
 
     def before_step(self, closure: Callable[[], Any] | None) -> None:
-        """Check everything that a step uses. Collective if averages of all learners are not finite.
+        """Check everything that a step uses: RuntimeError after misuse, or NonFiniteError, before anything has changed.
 
-        Args:
-            closure: of the call of ``step()``. Its gradients do not exist yet.
-
-        Raises:
-            RuntimeError: the loop was misused.
-            NonFiniteError: with ``raise``, a gradient is not finite. Nothing has changed.
+        Collective if averages of all learners are not finite. Gradients of a ``closure`` do not exist yet.
         """
         strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
         if closure is not None and not strategy.traits.takes_closure:
@@ -324,17 +313,21 @@ class LoopWatch:
             )
         self._check_parameters()
         self._check_optimized()
+        if self.resets is not None:
+            self.resets.check()
         is_unchanged = self._check_rows()
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""
-        self._is_apart |= not self._has_average
+        self._is_apart |= not self.has_average
         self.restart()
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
+        if self.resets is not None:
+            self.resets.begin_step()
         if self._strategy.traits.averages_gradients:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
@@ -393,12 +386,11 @@ class LoopWatch:
         sums, self._sums = list(self._sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.param_LP):
             return
-        named = learner.named_nonfinite(self._suspects(one_row), gradients=True)
-        if not named:
+        if not (named := learner.named_nonfinite(self._suspects(one_row), gradients=True)):
             return
         first, held = named[min(named)], learner.comm.learners
-        covers_all_learners = self._strategy.plan(learner.step).covers_all_learners
-        if sums and covers_all_learners:
+        is_of_all = bool(sums) and self._strategy.plan(learner.step).covers_all_learners
+        if is_of_all:
             total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
             all_sums = learner.comm.gather(total if shards is None else shards.add_(total))
             found = [self._event(one, first) for one in suspects(all_sums)]
@@ -409,7 +401,7 @@ class LoopWatch:
         if self._mode == "raise":
             raise NonFiniteError(found)
         self.found += found
-        self._leave_out(found, range(learner.flat.num_rows) if sums and covers_all_learners else list(named))
+        self._leave_out(found, range(learner.flat.num_rows) if is_of_all else list(named))
 
     def _event(self, learner: int | None, name: str, what: str = "gradient") -> NonFinite:
         step, action = (self.learner.step + 1, self._mode) if what == "gradient" else (self.learner.step, "raise")
@@ -452,8 +444,7 @@ class LoopWatch:
             return
         if columns_LX is None:
             self._sent = self._sent[0], self._weight_bits()
-        named = learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)
-        if named:
+        if named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False):
             held = learner.comm.learners
             raise NonFiniteError([self._event(held[row], name, "weights") for row, name in named.items()])
 
@@ -480,6 +471,7 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
-def _note(noted: dict[int, int], parameter: Tensor) -> None:  # after autograd has written a gradient
+def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
+    resets.note(parameter)
     if parameter.grad is not None:
         noted[id(parameter)] = parameter.grad._version

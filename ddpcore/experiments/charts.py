@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,9 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
     of_bands = ", with bands from the smallest to the largest seed" if bands else ""
     published = " Diamonds: published." if any(one.marker == "D" for one in series) else ""
     what = "Lines" if len(lines) > 1 else next(iter(lines))  # one line has no legend
-    note = f"{what}: measured means{of_bands}.{published}"
-    return Chart(
-        title=f"{metric} over {variable}",
-        x_label=variable,
-        y_label=metric,
-        series=series,
-        log_x=is_wide,
-        note=note,
-        ticks=ticks if len(ticks) <= MOST_TICKS else (),
-    )
+    return Chart(title=f"{metric} over {variable}", x_label=variable, y_label=metric, series=series, log_x=is_wide,
+                 ticks=ticks if len(ticks) <= MOST_TICKS else (),
+                 note=f"{what}: measured means{of_bands}.{published}")  # fmt: skip
 
 
 def _num_seeds(cell: Mapping[str, Any], run: int) -> int:
@@ -160,14 +154,13 @@ def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
     """The statistics of each row over steps: the median over seeds, from the 20th to the 80th percentile."""
     charts = []
     for label, curves in zip(run_labels, comparison["curves"], strict=True):
-        for first in range(0, len(curves), ROWS_A_CHART):
-            for key, title in CURVES.items():
-                series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
-                lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
-                about = f"{label}. " if len(run_labels) > 1 else ""
-                note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
-                charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note,
-                                    log_y=key != "effective_lr" and lowest > 0))  # fmt: skip
+        about = f"{label}. " if len(run_labels) > 1 else ""
+        note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
+        for first, (key, title) in product(range(0, len(curves), ROWS_A_CHART), CURVES.items()):
+            series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
+            lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
+            log_y = key != "effective_lr" and lowest > 0
+            charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note, log_y=log_y))
     return charts
 
 
@@ -179,15 +172,12 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Serie
             if finite(value) is not None:
                 points.setdefault(step, []).append(value)
     steps = sorted(points)
-    cuts = [statistics.quantiles(points[step] * 2 if len(points[step]) == 1 else points[step], n=5, method="inclusive")
-            for step in steps]  # fmt: skip
-    return Series(
-        name=row,
-        x=steps,
-        y=[statistics.median(points[step]) for step in steps],
-        low=[cut[0] for cut in cuts] if len(seeds) > 1 else None,
-        high=[cut[-1] for cut in cuts] if len(seeds) > 1 else None,
-    )
+    y = [statistics.median(points[step]) for step in steps]
+    if len(seeds) == 1:
+        return Series(name=row, x=steps, y=y)
+    found = [points[step] * 2 if len(points[step]) == 1 else points[step] for step in steps]
+    cuts = [statistics.quantiles(values, n=5, method="inclusive") for values in found]
+    return Series(name=row, x=steps, y=y, low=[cut[0] for cut in cuts], high=[cut[-1] for cut in cuts])
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:

@@ -78,24 +78,18 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         raise ValueError(f"claim {predicate!r}: {error}") from None
 
 
+Crowded = Mapping[str, str] | None
+"""Rows whose outcomes make a verdict void, each with the reason."""
+
+
 def judge(
-    predicate: str,
-    outcomes: Outcomes,
-    metric: str,
-    *,
-    published: bool = False,
-    crowded: Mapping[str, str] | None = None,
+    predicate: str, outcomes: Outcomes, metric: str, *, published: bool = False, crowded: Crowded = None
 ) -> Verdict:
     """Whether a predicate that :func:`check` accepted is true of the outcomes of finished runs.
 
-    Args:
-        predicate: the text.
-        outcomes: of finished runs.
-        metric: for functions that name none.
-        published: the outcomes are numbers of a source, one a row, which has neither seeds nor divergence.
-        crowded: rows whose outcomes make the verdict void, each with the reason.
-
-    The reason of a verdict on runs is ``n=``, the fewest seeds that one of its functions uses.
+    ``metric`` is for functions that name none. With ``published`` the outcomes are numbers of a source, one a row,
+    which has neither seeds nor divergence. The reason of a verdict on runs is ``n=``, the fewest seeds that one of its
+    functions uses.
     """
     tree = _parse(predicate)
     missing = [row for row in rows_in(tree) if not outcomes.get(row)]

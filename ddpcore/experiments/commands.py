@@ -21,7 +21,7 @@ from ddpcore.experiments.plan import RunPlan, backend_of, check_data, check_fold
 from ddpcore.experiments.run import run, run_in_torchrun, warn
 from ddpcore.experiments.study import SCALES
 from ddpcore.experiments.tables import markdown, print_comparison, run_label
-from ddpcore.options.command_line import Parser, add_flags
+from ddpcore.options.command_line import RUNS, Parser, add_flags
 from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.options.keys import parse_settings
 from ddpcore.records.study import FAILED, Folder
@@ -88,9 +88,7 @@ class CompareOptions:
 
     EXAMPLE = "ddpcore experiments compare runs/saddle --plot saddle.png"
 
-    runs: Sequence[Path] = field(
-        MISSING, "a folder that `run` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
-    )
+    runs: Sequence[Path] = field(MISSING, "a folder that `run` wrote", **RUNS)
     markdown: Path | None = field(None, "write the page", is_file=True)
     plot: Path | None = PLOT
 

@@ -19,19 +19,16 @@ from ddpcore.storage.limits import shown
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """One comparison per study, of the folders in ``paths``.
 
-    Returns:
-        For each study: study, title, question, source, notes, metrics, charts (as in the study), configs (of each row),
-        and
+    It has study, title, question, source, notes, metrics, charts (as in the study), configs (of each row), and
 
-        - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
-        - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
-        - curves, one mapping per folder: row -> :func:`ddpcore.experiments.metrics.curves_of` of each seed;
-        - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
-          folder (see :func:`_spread`; None if the row was not run);
-        - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
+    - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
+    - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
+    - curves, one mapping per folder: row -> :func:`ddpcore.experiments.metrics.curves_of` of each seed;
+    - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
+      folder (see :func:`_spread`; None if the row was not run);
+    - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
 
-    Raises:
-        ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
+    ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
     """
     by_study: dict[str, list[_Folder]] = {}
     for path in paths:
@@ -53,22 +50,21 @@ def _compare_study(folders: Sequence[_Folder]) -> dict[str, Any]:
     first, manifest, *_ = folders[0]
     rows: dict[str, Any] = {}
     published: dict[str, Any] = {}  # includes rows that were not run
+    headings = ("title", "question", "source", "metrics")
     for path, other, *_ in folders:
-        for key in ("title", "question", "source", "metrics"):
-            if other[key] != manifest[key]:
-                both = f"{shown(path)}: its {key} differs from the {key} of {shown(first)}"
-                raise ValueError(f"{both}: compare it separately")
-        for name, row in other["rows"].items():
-            rows.setdefault(name, row)
+        keys = [key for key in headings if other[key] != manifest[key]]
+        unlike = [f"its {key} differs from the {key} of {shown(first)}" for key in keys]
+        rows |= {name: row for name, row in other["rows"].items() if name not in rows}
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
         for name, values in numbers.items():
             if published.setdefault(name, values) != values:
-                both = f"{path}: row {name} has other published numbers than in {first}"
-                raise ValueError(f"{both}: compare it separately")
+                unlike.append(f"row {name} has other published numbers than in {shown(first)}")
+        if unlike:
+            raise ValueError(f"{shown(path)}: {unlike[0]}: compare it separately")
     folders = _merged(folders)
     results = [folder.results for folder in folders]
     return {
-        **{key: manifest[key] for key in ("study", "title", "question", "source", "metrics")},
+        **{key: manifest[key] for key in ("study", *headings)},
         "charts": _each_once(_charts_of(folder.manifest) for folder in folders),
         "configs": {name: row["config"] for name, row in rows.items()},
         "notes": _each_once(folder.manifest["notes"] for folder in folders),
@@ -121,21 +117,20 @@ def _claims(folders: Sequence[_Folder], published: Mapping[str, Any]) -> Iterato
         known["a_core_per_rank"] |= claim["a_core_per_rank"]
     metric = folders[0].manifest["metrics"][0]
     printed = {row: {0: Outcome(metrics=numbers)} for row, numbers in published.items() if numbers}
-    measured: list[tuple[dict[str, dict[int, Outcome]], dict[str, str]]] = []
-    for folder in folders:
-        outcomes: dict[str, dict[int, Outcome]] = {}
-        for (row, seed), line in folder.results.items():
-            if line["status"] == FINISHED:
-                outcomes.setdefault(row, {})[seed] = outcome_of(line)
-        measured.append((outcomes, _crowded(folder)))
+    measured = [(_outcomes(folder), _crowded(folder)) for folder in folders]
     for claim in claims.values():
         predicate, of_speed = claim["predicate"], claim["a_core_per_rank"]
         verdicts = [judge(predicate, found, metric, crowded=shared if of_speed else None) for found, shared in measured]
-        yield {
-            **claim,
-            "on_published": asdict(judge(predicate, printed, metric, published=True)),
-            "verdicts": [asdict(verdict) for verdict in verdicts],
-        }
+        on_published = asdict(judge(predicate, printed, metric, published=True))
+        yield {**claim, "on_published": on_published, "verdicts": [*map(asdict, verdicts)]}
+
+
+def _outcomes(folder: _Folder) -> dict[str, dict[int, Outcome]]:
+    outcomes: dict[str, dict[int, Outcome]] = {}
+    for (row, seed), line in folder.results.items():
+        if line["status"] == FINISHED:
+            outcomes.setdefault(row, {})[seed] = outcome_of(line)
+    return outcomes
 
 
 def outcome_of(result: Mapping[str, Any]) -> Outcome:

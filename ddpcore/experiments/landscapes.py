@@ -16,6 +16,7 @@ from ddpcore.diagnostics import Hessian, eigenvector_plane, landscape, plane_thr
 from ddpcore.diagnostics.landscape import BATCH_NORM
 from ddpcore.display.chart import SUFFIXES
 from ddpcore.display.surfaces import plot_surfaces
+from ddpcore.options.command_line import RUNS
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.records.run import LANDSCAPES
@@ -37,9 +38,7 @@ class LandscapeOptions:
 
     EXAMPLE = "ddpcore experiments landscape runs/ssgd runs/dpsgd --points 25"
 
-    runs: Sequence[Path] = field(
-        MISSING, "a folder that `ddpcore train` wrote", positional=True, nargs="+", type=Path, metavar="RUN"
-    )
+    runs: Sequence[Path] = field(MISSING, "a folder that `ddpcore train` wrote", **RUNS)
     plane: str = field("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
     points: int = field(25, "K, for K x K points", least=2, metavar="K")
     span: float | None = field(
@@ -72,9 +71,8 @@ class LandscapeOptions:
 def landscapes(options: LandscapeOptions) -> int:
     """Compute what is missing, and draw. Returns 0.
 
-    Raises:
-        ValueError: a run cannot be loaded, the options do not fit, or a file holds another landscape.
-        launch.Stopped: Ctrl-C; the finished points are saved.
+    ValueError: a run cannot be loaded, the options do not fit, or a file holds another landscape. launch.Stopped:
+    Ctrl-C; the finished points are saved.
     """
     with extra("report"):
         import matplotlib  # noqa: F401, PLC0415  before an hour of work, not after it

@@ -16,14 +16,7 @@ from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
-from ddpcore.training.build import (
-    Datasets,
-    LearnerPlacement,
-    backend_here,
-    check_connection,
-    check_parts,
-    needs_ranks,
-)
+from ddpcore.training.build import Datasets, LearnerPlacement, backend_here, check_connection, check_parts, needs_ranks
 from ddpcore.training.memory import activation_bytes, bytes_text, model_bytes, num_states
 from ddpcore.training.sections import StrategyConfig
 
@@ -81,11 +74,8 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     if samples:
         most = max(samples)
         lines.append(f"activations, estimated: up to {bytes_text(most)} ({samples[most]})")
-    lines.append(
-        f"disk, estimated: up to {bytes_text(disk)} of checkpoints until a run has finished, then {bytes_text(models)} "
-        "of models of all runs"
-    )
-    return lines
+    checkpoints = f"up to {bytes_text(disk)} of checkpoints until a run has finished"
+    return [*lines, f"disk, estimated: {checkpoints}, then {bytes_text(models)} of models of all runs"]
 
 
 def make_plan(
@@ -125,17 +115,12 @@ def make_plan(
         for seed in seeds
         for row in chosen
     ]
-    of_rows = {  # the same for all seeds and machines
-        row.name: {
-            "config": configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict(),
-            "published": dict(row.published),
-            "about": row.about,
-            "ranks": ranks[row.name],
-            "hosts": row.hosts,
-            "kill_rank": row.kill_rank,
-        }
-        for row in chosen
-    }
+    of_rows = {}
+    for row in chosen:  # the same for all seeds and machines
+        config = configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict()
+        about = {"published": dict(row.published), "about": row.about}
+        where = {"ranks": ranks[row.name], "hosts": row.hosts, "kill_rank": row.kill_rank}
+        of_rows[row.name] = {"config": config, **about, **where}
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
@@ -177,9 +162,8 @@ def check_folder(path: Path, manifest: Mapping[str, Any], resume: bool) -> None:
             raise ValueError(f"{was}: take another folder with --out")
     for name, row in manifest["rows"].items():
         if differences := _differences(row, known["rows"].get(name, row)):
-            raise ValueError(
-                f"{shown(path)} contains another row {name}: {'; '.join(differences)}: take another folder"
-            )
+            other = f"{shown(path)} contains another row {name}: {'; '.join(differences)}"
+            raise ValueError(f"{other}: take another folder")
     if not resume:
         raise ValueError(f"{shown(path)} contains this study already: continue with --resume, or take another folder")
 
@@ -198,14 +182,11 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
             check_connection(job.config, job.ranks, job.hosts)
-            strategy = job.config.strategy
-            for name, value, none in (
-                ("strategy.link", strategy.link, None),
-                ("strategy.transport", strategy.transport, StrategyConfig.transport),
-                ("hosts", job.hosts, 1),
-            ):
-                if value != none and not job.ranks:
-                    raise ValueError(f"{name} is {value!r}: learners of one process have none, set ranks = true")
+            link, transport = job.config.strategy.link, job.config.strategy.transport
+            given = {"strategy.link": link, "strategy.transport": transport, "hosts": job.hosts}
+            for name, none in (("strategy.link", None), ("strategy.transport", StrategyConfig.transport), ("hosts", 1)):
+                if given[name] != none and not job.ranks:
+                    raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
             if needs_ranks(job.config) and not job.ranks:
                 raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
         except ValueError as error:

@@ -22,9 +22,8 @@ from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_f
 from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
-from ddpcore.runtime.launch import World
+from ddpcore.runtime.launch import StopSignal, World
 from ddpcore.runtime.machine import keep_freed_memory
-from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
@@ -35,11 +34,9 @@ POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank
 def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run the jobs that are not finished, first those without ranks. Write and print one result for each.
 
-    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores.
-
-    Raises:
-        launch.Stopped: a signal requested it; the current runs are saved and can be resumed.
-        launch.RankFailed: one of several processes was killed; the others have ended.
+    The folder has its manifest. ``processes`` share the jobs without ranks, and the cores. launch.Stopped: a signal
+    requested it; the current runs are saved and can be resumed. launch.RankFailed: one of several processes was killed;
+    the others have ended.
     """
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]

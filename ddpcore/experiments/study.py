@@ -64,14 +64,11 @@ class Row:
                 values = merged(values, layer)
             config = TrainConfig.from_dict(values)
             strategy = config.strategy
-            if self.kill_rank is not None and not (self.ranks and self.kill_rank < strategy.learners):
-                raise ValueError(
-                    f"kill_rank is {self.kill_rank}: set ranks = true and take a rank below {strategy.learners}"
-                )
-            if strategy.learners % self.hosts:
-                raise ValueError(
-                    f"strategy.learners is {strategy.learners}: it must be a multiple of hosts, {self.hosts}"
-                )
+            num = strategy.learners
+            if self.kill_rank is not None and not (self.ranks and self.kill_rank < num):
+                raise ValueError(f"kill_rank is {self.kill_rank}: set ranks = true and take a rank below {num}")
+            if num % self.hosts:
+                raise ValueError(f"strategy.learners is {num}: it must be a multiple of hosts, {self.hosts}")
             if self.hosts > 1 and not needs_ranks(config) and strategy.transport != "pg":
                 raise ValueError(f"strategy.transport is {strategy.transport!r}: hosts share no memory, set it to 'pg'")
         except ValueError as error:

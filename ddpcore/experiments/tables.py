@@ -61,11 +61,9 @@ def about_runs(comparison: Mapping[str, Any]) -> list[str]:
     """A line for each run of a comparison: where it ran, and what is special about it."""
     lines = []
     for run in comparison["runs"]:
-        name, seeds = run["name"], ", ".join(map(str, run["seeds"]))
+        name, seeds, commits = run["name"], ", ".join(map(str, run["seeds"])), ", ".join(run["commits"])
         machines = "; ".join(run["devices"]) or "nothing finished yet"
-        lines.append(
-            f"{name}: scale {run['scale']}, seeds {seeds}; {machines}; {', '.join(run['commits'])}".rstrip("; ")
-        )
+        lines.append(f"{name}: scale {run['scale']}, seeds {seeds}; {machines}; {commits}".rstrip("; "))
         if run["scale"] in _WARNINGS:
             lines.append(f"{name}: the scale {run['scale']} {_WARNINGS[run['scale']]}")
         if run["set"]:
@@ -91,13 +89,9 @@ def _measured(cell: dict[str, Any] | None) -> str:
         return "not run"
     parts = []
     if cell["num_seeds"]:
-        parts.append(f"{cell['mean']:.4g}")
-        if cell["std"] is not None:
-            parts.append(f"± {cell['std']:.2g} [{cell['min']:.4g}, {cell['max']:.4g}]")
-        parts.append(f"n={cell['num_seeds']}")
-    for count, word in ((cell["num_diverged"], "diverged"), (cell["num_failed"], "failed")):
-        if count:
-            parts.append(f"{count} {word}")
+        spread = "" if cell["std"] is None else f" ± {cell['std']:.2g} [{cell['min']:.4g}, {cell['max']:.4g}]"
+        parts.append(f"{cell['mean']:.4g}{spread} n={cell['num_seeds']}")
+    parts += [f"{cell[f'num_{word}']} {word}" for word in ("diverged", "failed") if cell[f"num_{word}"]]
     return " ".join(parts) or "-"
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state, run_state
+from ddpcore.distributed.saved import run_state
+from ddpcore.integrations.ranks import NoSync, load_rank_file, one_learner, rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -26,12 +25,7 @@ _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # without a library that averages or 
 
 
 def prepare(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *others: Any,
-    **options: Any,
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, strategy: Strategy, *others: Any, **options: Any
 ) -> tuple[Any, ...]:
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
@@ -53,12 +47,14 @@ def prepare(
         ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
     """
     check_plain(accelerator, model)
+    number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
     others = tuple(accelerator.prepare(one) for one in others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
-    saved = _Saved(handle, prepared, accelerator.process_index)
+    place = next(place for place, one in enumerate(accelerator._models) if one is model)
+    saved = _Saved(handle, prepared, accelerator.process_index, number, place)
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
     return handle, model, prepared, *others
@@ -67,57 +63,40 @@ def prepare(
 def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
     """Raise ValueError if another library averages or shards, or if Accelerate has prepared the model."""
     if accelerator.distributed_type not in [DistributedType[name] for name in _PLAIN]:
-        raise ValueError(
-            f"Accelerate runs {accelerator.distributed_type.value}, which averages or shards by itself: "
-            "configure plain CPUs or GPUs for ddpcore"
-        )
+        other = f"{accelerator.distributed_type.value}, which averages or shards by itself"
+        raise ValueError(f"Accelerate runs {other}: configure plain CPUs or GPUs for ddpcore")
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
 
 
-def one_learner() -> dict[str, Any]:
-    """The option of ``distribute`` for one process without a process group: a virtual learner."""
-    return {} if dist.is_initialized() else {"learners": 1}
+class _Loaded(nn.Module):
+    """Takes the place of our model where Accelerate loads weights, so that other models keep their numbers."""
 
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {}
 
-class NoSync:
-    """``model.no_sync()`` of a model, which Accelerate calls. A copy of the model belongs to no handle."""
-
-    def __init__(self, handle: Distributed) -> None:
-        self._handle = weakref.ref(handle)
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """The context of the handle."""
-        handle = self._handle()
-        return nullcontext() if handle is None else handle.no_sync()
-
-    def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
-        return _nothing, ()
-
-
-def _nothing() -> type[AbstractContextManager[None]]:
-    return nullcontext
-
-
-def rank_file(folder: str | Path, rank: int | str) -> Path:
-    """Where a rank saves its own state, beside what the library saves; ``*`` stands for all ranks."""
-    return Path(folder) / f"ddpcore_rank_{rank}.pt"
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return [], []  # neither missing nor unexpected
 
 
 class _Saved:
     """Saves the state of this rank in the folder of ``save_state``, and loads it when Accelerate loads the optimizer.
 
     A folder without such states, as DDP saves it, is loaded as Accelerate does. DDP loads the averaged weights.
+    ``number`` is that of :func:`rank_file`, and ``place`` that of the model among all models of the accelerator.
     """
 
-    def __init__(self, handle: Distributed, optimizer: Any, rank: int) -> None:
+    def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, place: int) -> None:
         self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
+        self._number, self._place = number, place
         self._folder: str | None = None
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
-        torch.save(run_state(self._handle), rank_file(folder, self._rank))
+        torch.save(run_state(self._handle), rank_file(folder, self._rank, self._number))
         average = self._handle.evaluation_model().state_dict()
         for model, one in zip(models, weights, strict=True):
             if model is self._handle.models[0]:
@@ -126,10 +105,11 @@ class _Saved:
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
         own = self._handle.models[0]
-        models[:] = [model for model in models if model is not own]
-        self._folder = folder if rank_file(folder, 0).exists() else None
+        models[:] = [_Loaded() if model is own else model for model in models]
+        self._folder = folder if rank_file(folder, 0, self._number).exists() else None
         if self._folder is None:
-            own.load_state_dict(load_state_dict(str(Path(folder) / SAFE_WEIGHTS_NAME)))
+            name = SAFE_WEIGHTS_NAME.replace(".", f"_{self._place}.") if self._place else SAFE_WEIGHTS_NAME
+            own.load_state_dict(load_state_dict(str(Path(folder) / name)))
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or that of an optimizer that DDP has saved. Collective."""
@@ -137,14 +117,4 @@ class _Saved:
         if folder is None:
             self._load_plain(state)
         else:
-            load_rank_file(self._handle, folder, self._rank)
-
-
-def load_rank_file(handle: Distributed, folder: str | Path, rank: int) -> None:
-    """Load :func:`rank_file` of this rank, or the average of those of another number of ranks. Collective."""
-    num_ranks = len([*Path(folder).glob(rank_file("", "*").name)])
-    needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
-    states: list[Any] = [None] * num_ranks
-    for one in needed:
-        states[one] = torch.load(rank_file(folder, one), map_location="cpu", weights_only=True)
-    load_run_state(handle, states)
+            load_rank_file(self._handle, folder, self._rank, self._number)

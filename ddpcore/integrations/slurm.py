@@ -43,10 +43,8 @@ def job(options: LaunchOptions, words: Sequence[str]) -> str:
     """The text of the job.
 
     ``train`` gets ``--resume``, which begins if there is no checkpoint. Slurm requeues the job if a node fails. It
-    sends SIGTERM two minutes before the time limit, and then the run saves a checkpoint.
-
-    Raises:
-        ValueError: the words are no command of ddpcore.
+    sends SIGTERM two minutes before the time limit, and then the run saves a checkpoint. ValueError: the words are no
+    command of ddpcore.
     """
     if not words or words[0].startswith("-"):
         raise ValueError("the command is missing: add it after --, such as -- train --out runs/first model=mlp")
@@ -76,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     place = words.index("--") if "--" in words else len(words)
     try:
-        options = parse(LaunchOptions, words[:place], prog=PROGRAM, description=LaunchOptions.__doc__ or "")
+        options = parse(LaunchOptions, words[:place], prog=PROGRAM)
         text = job(options, words[place + 1 :])
         if not options.submit:
             print(text, end="")

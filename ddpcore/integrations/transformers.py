@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.saved import replaced, run_state
-from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
+from ddpcore.integrations.accelerate import check_plain
+from ddpcore.integrations.ranks import NoSync, load_rank_file, one_learner, rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -40,9 +41,8 @@ class GossipTrainer(Trainer):
             raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         check_plain(self.accelerator, self.model)
         if self.args.n_gpu > 1:
-            raise ValueError(
-                "one process would use several GPUs through DataParallel: start one rank a GPU by torchrun"
-            )
+            why = "one process would use several GPUs through DataParallel"
+            raise ValueError(f"{why}: start one rank a GPU by torchrun")
         self._strategy, self._options = strategy, options or {}
         self.handle: Any = None
         if not strategy.traits.averages_gradients:
@@ -50,18 +50,14 @@ class GossipTrainer(Trainer):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepare_model = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, **kwargs: prepare_model(
-            model, **{**kwargs, "evaluation_mode": True}
-        )
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, **kwargs: prepare(model, **{**kwargs, "evaluation_mode": True})
         try:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         finally:
             del self.accelerator.prepare_model
-        model, optimizer = self.model, self.optimizer.optimizer
-        self.handle = distribute(
-            model, optimizer, self._strategy, scaler=self.accelerator.scaler, **one_learner(), **self._options
-        )
+        model, optimizer, scaler = self.model, self.optimizer.optimizer, self.accelerator.scaler
+        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **one_learner(), **self._options)
         model.no_sync = NoSync(self.handle)
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)

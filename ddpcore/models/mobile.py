@@ -11,17 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import (
-    IMAGE,
-    ImageChain,
-    Shape,
-    Sizes,
-    SqueezeExcitation,
-    conv_norm,
-    conv_norm_relu,
-    scaled,
-    shortcut,
-)
+from ddpcore.models import blocks as parts
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu, scaled
 from ddpcore.models.residual import check_stages
 from ddpcore.options.typed import check_range
 
@@ -85,7 +76,7 @@ class InvertedResidual(nn.Module):
             *conv_norm(hidden, channels_out),
             *(() if gate is None else (gate,)),
         )
-        self.shortcut = shortcut(channels_in, channels_out, 1) if stride == 1 else None
+        self.shortcut = parts.shortcut(channels_in, channels_out, 1) if stride == 1 else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
@@ -127,13 +118,13 @@ class EfficientNetB0(ImageChain):
             wider = scaled(base, width)
             for block in range(math.ceil(count * depth)):
                 step = stride if block == 0 else 1
-                gate = (_GatePlusOne if add_ungated and step == 2 else SqueezeExcitation)(wider)
+                gate = (_GatePlusOne if add_ungated and step == 2 else parts.SqueezeExcitation)(wider)
                 layers.append(InvertedResidual(channels, wider, expansion, step, gate))
                 channels = wider
         super().__init__(layers, channels, num_classes)
 
 
-class _GatePlusOne(SqueezeExcitation):
+class _GatePlusOne(parts.SqueezeExcitation):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + inputs
 

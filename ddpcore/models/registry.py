@@ -14,19 +14,12 @@ from ddpcore.options.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What a model takes.
+    """What a model takes."""
 
-    Attributes:
-        input_shapes: shapes of one sample that fit, the default first; empty where any may fit.
-        num_classes: the default number.
-        any_size: whether samples of other sizes fit too, with as many dimensions.
-        tokens: whether samples are tokens, int64 ``[T]`` below num_classes, and not images or floating samples.
-    """
-
-    input_shapes: tuple[tuple[int, ...], ...]
-    num_classes: int
-    any_size: bool = False
-    tokens: bool = False
+    input_shapes: tuple[tuple[int, ...], ...]  #: of one sample that fit, the default first; empty where any may fit
+    num_classes: int = 2  #: the default
+    any_size: bool = False  #: samples of other sizes fit too, with as many dimensions
+    tokens: bool = False  #: samples are tokens, int64 [T] below num_classes, and not images or floating samples
 
     def fits(self, input_shape: tuple[int, ...], tokens: bool = False) -> bool:
         """Whether the model takes samples of this shape (without the batch)."""
@@ -47,12 +40,8 @@ class ModelRegistry(Registry[nn.Module]):
     def spec(self, name: str) -> Spec:
         """What the model of a name takes. ValueError as :meth:`find`."""
         make = self.find(name)
-        return Spec(
-            input_shapes=tuple(tuple(shape) for shape in getattr(make, "input_shapes", ())),
-            num_classes=getattr(make, "num_classes", 2),
-            any_size=getattr(make, "any_size", False),
-            tokens=getattr(make, "tokens", False),
-        )
+        others = {key: getattr(make, key) for key in ("num_classes", "any_size", "tokens") if hasattr(make, key)}
+        return Spec(input_shapes=tuple(map(tuple, getattr(make, "input_shapes", ()))), **others)
 
     def check_input(self, name: str, input_shape: tuple[int, ...], tokens: bool | None = None) -> None:
         """Raise ValueError, with the models that do, unless the model takes samples of this shape, without the batch.
@@ -65,14 +54,12 @@ class ModelRegistry(Registry[nn.Module]):
             return
         fitting = [other for other in self.names() if self.spec(other).fits(input_shape, tokens)]
         advice = f"models that do: {', '.join(fitting)}" if fitting else "no model does"
-        if tokens != spec.tokens:
-            kinds = ("images or floating samples", "tokens")
-            raise ValueError(
-                f"model {name} takes {kinds[spec.tokens]} and does not fit {kinds[tokens]} of {_spell(input_shape)}: "
-                f"{advice}"
-            )
+        kinds, given = ("images or floating samples", "tokens"), _spell(input_shape)
         takes = " or ".join(map(_spell, spec.input_shapes)) + (", or other sizes" if spec.any_size else "")
-        raise ValueError(f"model {name} takes samples of {takes} and does not fit {_spell(input_shape)}: {advice}")
+        takes = f"samples of {takes}"
+        if tokens != spec.tokens:
+            takes, given = kinds[spec.tokens], f"{kinds[tokens]} of {given}"
+        raise ValueError(f"model {name} takes {takes} and does not fit {given}: {advice}")
 
     @override
     def build(self, name: str, *arguments: Any, **options: Any) -> nn.Module:
@@ -80,14 +67,13 @@ class ModelRegistry(Registry[nn.Module]):
 
         The options are the model's, ``input_shape`` of one sample and ``num_classes``, both with the model's defaults.
 
-        Raises:
-            ValueError: no such model or option, the shape does not fit, there are fewer than 2 classes, or the model
-                refuses a value.
+        ValueError: no such model or option, the shape does not fit, there are fewer than 2 classes, or the model
+        refuses a value.
         """
         spec = self.spec(name)
         shape, classes = options.get("input_shape"), options.get("num_classes")
-        if shape is None:
-            shape = spec.input_shapes[0] if spec.input_shapes else None
+        if shape is None and spec.input_shapes:
+            shape = spec.input_shapes[0]
         if shape is not None:
             shape = tuple(shape)
             self.check_input(name, shape)

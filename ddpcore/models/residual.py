@@ -11,16 +11,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import (
-    IMAGE,
-    ImageChain,
-    Shape,
-    Sizes,
-    SqueezeExcitation,
-    conv_norm,
-    conv_norm_relu,
-    shortcut,
-)
+from ddpcore.models import blocks as parts
+from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu
 
 
 class ResNet(nn.Module):
@@ -66,7 +58,7 @@ class Residual(nn.Module):
     def __init__(self, channels_in: int, channels_out: int, stride: int, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.residual = nn.Sequential(*layers)
-        self.shortcut = shortcut(channels_in, channels_out, stride)
+        self.shortcut = parts.shortcut(channels_in, channels_out, stride)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
@@ -110,9 +102,8 @@ class ResNeXt29(ImageChain):
         base_width: int = 64,
     ) -> None:
         if not blocks or min(*blocks, cardinality, base_width) < 1:
-            raise ValueError(
-                f"blocks {list(blocks)}, cardinality {cardinality} and base_width {base_width}: each must be at least 1"
-            )
+            given = f"blocks {list(blocks)}, cardinality {cardinality} and base_width {base_width}"
+            raise ValueError(f"{given}: each must be at least 1")
         widths = [RESNEXT_EXPANSION * base_width * 2**stage for stage in range(len(blocks))]
         layers = stages(partial(GroupedBottleneck, groups=cardinality), RESNEXT_STEM, blocks, widths)
         super().__init__([*conv_norm_relu(input_shape[0], RESNEXT_STEM), *layers], widths[-1], num_classes)
@@ -164,11 +155,10 @@ class PreActivationBlock(nn.Module):
             nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False),
             *(nn.BatchNorm2d(channels_out), nn.ReLU()),
             nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
-            SqueezeExcitation(channels_out),
+            parts.SqueezeExcitation(channels_out),
         )
-        self.projection: nn.Module | None = None
-        if stride != 1 or channels_in != channels_out:
-            self.projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+        differs = stride != 1 or channels_in != channels_out
+        self.projection = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False) if differs else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""

@@ -60,12 +60,9 @@ class MnistCNN(Chain):
     def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
         super().__init__()
         channels, height, width = input_shape
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, 16, kernel_size=3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * height * width, num_classes),
-        )
+        convolution = nn.Conv2d(channels, 16, kernel_size=3, padding=1)
+        logits = nn.Linear(16 * height * width, num_classes)
+        self.layers = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), logits)
 
 
 class SimpleCNN(Chain):

@@ -55,12 +55,8 @@ class ViT(nn.Module):
             check_range(name, share, least=0, below=1)
         num_patches = (height // patch_size) * (image_width // patch_size)
         self.embed = PatchEmbedding(channels, patch_size, num_patches, width, dropout)
-        self.blocks = nn.Sequential(
-            *(
-                Block(width, num_heads, mlp_width, dropout, stochastic_depth * i / max(1, depth - 1))
-                for i in range(depth)
-            )
-        )
+        shares = [stochastic_depth * i / max(1, depth - 1) for i in range(depth)]
+        self.blocks = nn.Sequential(*(Block(width, num_heads, mlp_width, dropout, share) for share in shares))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, num_classes)
 
@@ -150,14 +146,7 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        mlp_width: int,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        *,
-        causal: bool = False,
+        self, width: int, num_heads: int, mlp_width: int, dropout: float = 0, drop_path: float = 0, causal: bool = False
     ) -> None:
         super().__init__()
         attention = SelfAttention(width, num_heads, causal=causal)

@@ -20,12 +20,10 @@ _LIBRARY = torch.library.Library("ddpcore", "DEF")
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator and return it.
+    """Define an operator by its schema in torch's notation, without the namespace, and return it.
 
-    Args:
-        schema: torch's notation, without the namespace. The argument order is that of csrc/bindings/operators.h.
-        reference: runs where there is no compiled kernel.
-        fake: returns empty tensors with the shapes of the results, for ``torch.compile``.
+    ``reference`` runs where there is no compiled kernel. ``fake`` returns empty tensors with the shapes of the results,
+    for ``torch.compile``. The arguments have the order of csrc/bindings/operators.h.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)

@@ -38,20 +38,13 @@ class Noise:
     The number of an element depends only on ``seed``, ``step`` and the element's index. It has the same bits on every
     rank, device and instruction set, for any number of threads, and for any part of a buffer.
 
-    Args:
-        std: standard deviation; 0 is no noise.
-        seed: from 0 to 2**63 - 1. Each pair of seed and step has its own sequence of numbers.
-        step: from 0 to 2**63 - 1.
-        first: the index of the tensor's first element in the buffer that the tensor is a part of; not negative.
-
-    Raises:
-        ValueError: a value is out of its range.
+    ValueError: a value is out of its range.
     """
 
-    std: float
-    seed: int
-    step: int
-    first: int = 0
+    std: float  #: standard deviation; 0 is no noise
+    seed: int  #: from 0 to 2**63 - 1. Each pair of seed and step has its own sequence of numbers.
+    step: int  #: from 0 to 2**63 - 1
+    first: int = 0  #: the index of the tensor's first element in the buffer that the tensor is a part of; not negative
 
     def __post_init__(self) -> None:
         if not 0 <= self.std < math.inf:
@@ -62,13 +55,9 @@ class Noise:
 
 
 class WeightAverage(ABC):
-    """The description of an average of weights. :meth:`apply_` computes it.
+    """The description of an average of weights. :meth:`apply_` computes it."""
 
-    Attributes:
-        out: a row ``[P]`` that receives the result; None overwrites the weights.
-    """
-
-    out: Tensor | None = None
+    out: Tensor | None = None  #: a row ``[P]`` that receives the result; None overwrites the weights
 
     @abstractmethod
     def apply_(self, weights_LP: Tensor) -> None:
@@ -155,11 +144,8 @@ def mix_(
         out: a tensor like ``weights`` that receives the result, so that ``weights`` does not change. It may be
             ``weights``. It must not overlap a peer or a part of ``weights``.
 
-    Returns:
-        float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer.
-
-    Raises:
-        RuntimeError: lengths, shapes, dtypes or devices do not match.
+    Returns float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer. RuntimeError:
+    lengths, shapes, dtypes or devices do not match.
     """
     return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise), out=out)
 
@@ -181,12 +167,8 @@ def mix_stacked_(
         columns: int64, one per entry: c < L is row c of ``weights_LP``, c >= L is row ``c - L`` of ``others``.
         values: float32, one per entry: the weight of that row. All three tensors are on the device of ``weights_LP``.
 
-    Returns:
-        float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L rows.
-
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry has no row. CUDA does not check
-            the entries, because the check would wait for the device. A call on CUDA takes up to 1024 learners and 1024
-            others.
+    Returns float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L
+    rows. RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry has no row. CUDA does not check
+    the entries, because the check would wait for the device. A call on CUDA takes up to 1024 learners and 1024 others.
     """
     return _mix_stacked(weights_LP, others, offsets, columns, values)

@@ -50,10 +50,7 @@ def _pair(radius_words: Tensor, angle_words: Tensor) -> tuple[Tensor, Tensor]:
     cosine = 1 - square * (0.5 - square * (0.041666646 + square * (-0.0013887367 + square * 2.4438375e-05)))
     radius, odd = _radius(radius_words), (quarter & 1) != 0
     x, y = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
-    return (
-        radius * torch.where(((quarter + 1) & 2) != 0, -x, x),
-        radius * torch.where((quarter & 2) != 0, -y, y),
-    )
+    return radius * torch.where(((quarter + 1) & 2) != 0, -x, x), radius * torch.where((quarter & 2) != 0, -y, y)
 
 
 def normals(numel: int, seed: int, step: int, first: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -85,11 +82,7 @@ def round_to_bf16(values: Tensor, random: Tensor) -> Tensor:
     """Round float32 to bfloat16, away from zero with a probability of the dropped 16 bits over 2**16.
 
     So the mean of the result is the value. A bfloat16 number, an infinity and NaN stay what they are. A finite value
-    stays finite: beyond the largest bfloat16 number it becomes that.
-
-    Args:
-        values: float32.
-        random: 16 random bits for each, int64.
+    stays finite: beyond the largest bfloat16 number it becomes that. ``random`` has 16 bits for each, int64.
     """
     bits = values.view(torch.int32).long() & _WORD
     magnitude = bits & 0x7FFFFFFF

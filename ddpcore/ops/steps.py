@@ -28,7 +28,6 @@ from torch import Tensor
 from ddpcore.ops import reference
 from ddpcore.ops.library import define, no_result
 from ddpcore.ops.mix import mixture_arguments
-from ddpcore.ops.tensor_steps import BLOCK
 
 REQUIRED: Any = object()
 
@@ -75,23 +74,15 @@ _MIX = (  # of ddpcore.ops.mix.mixture_arguments, in its order
 
 @dataclass(frozen=True)
 class Rule:
-    """The update rule of an optimizer, as its kernels take it.
+    """The update rule of an optimizer, as its kernels take it."""
 
-    Attributes:
-        name: the operator is ``<name>_step_``.
-        buffers: the states of a parameter besides its step count and master weight.
-        options: the arguments that only this rule has.
-        uses_norms: the step of a tensor depends on its norms: it has two passes, and a trust ratio for each tensor.
-        wide_states: the states are float32 for parameters of all dtypes.
-        is_counted: every group needs a step count.
-    """
-
-    name: str
-    buffers: tuple[str, ...]
-    options: tuple[Argument, ...]
+    name: str  #: the operator is ``<name>_step_``
+    buffers: tuple[str, ...]  #: the states of a parameter besides its step count and master weight
+    options: tuple[Argument, ...]  #: the arguments that only this rule has
+    #: the step of a tensor depends on its norms: it has two passes, and a trust ratio for each tensor
     uses_norms: bool = False
-    wide_states: bool = False
-    is_counted: bool = True
+    wide_states: bool = False  #: the states are float32 for parameters of all dtypes
+    is_counted: bool = True  #: every group needs a step count
 
     @property
     def operator(self) -> str:
@@ -266,7 +257,7 @@ adamw_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; w -= lr * m_hat/(sqrt(v_hat) + eps)``, with ``m_hat =
     m/(1-beta1^t)`` and ``v_hat = v/(1-beta2^t)`` at step t. It has the bits of ``lamb_step_`` without a ratio.
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
@@ -275,9 +266,6 @@ adamw_step_ = _function(
         beta1, beta2: decay rates of m and v.
         eps: added to the square root.
         decoupled: weight decay first multiplies w by ``1 - lr*weight_decay`` (AdamW), else it is added to g (Adam).
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`.
     """,
 )
 
@@ -292,20 +280,17 @@ lars_step_ = _function(
     - ``scaled_grad``: ``m = momentum*m + R*(g + weight_decay*w); w -= lr*m``
     - ``scaled_lr``: ``m = momentum*m + (g + weight_decay*w); w -= lr*R*m``
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         trust: float64 ``[len(params), 3]``, overwritten: R, weight norm and gradient norm of each tensor.
         adapt: one per group: 0 sets R to 1.
-        variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``.
+        variant: ``you2017``, ``scaled_grad`` or ``scaled_lr``, else RuntimeError.
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
         squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients. Pass ``first`` writes them and
             ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
         passes: ``both``, ``first`` or ``second``.
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`, or the variant is unknown.
     """,
 )
 
@@ -316,21 +301,14 @@ lamb_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; u = m_hat/(sqrt(v_hat) + eps) + weight_decay*w``, and
     ``w -= lr * phi(|w|)/|u| * u``. The ratio ``phi(|w|)/|u|`` is 1 if a norm is zero; phi clamps ``|w|``.
 
-    All other arguments are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`; an unknown mode is a RuntimeError.
 
     Args:
-        exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
-        trust: float64 ``[len(params), 3]``, overwritten: ratio, weight norm and update norm of each tensor.
-        adapt: one per group: 0 sets the ratio to 1.
+        exp_avgs, exp_avg_sqs: m and v, as of :func:`ddpcore.ops.adamw_step_`.
+        trust, adapt, squares, passes: as of :func:`ddpcore.ops.lars_step_`, with the update in place of the gradient.
         beta1, beta2, eps, debias: as in the equation. Without debias, m_hat is m and v_hat is v.
         decay_mode: ``in_update`` (the paper), ``coupled`` (added to the gradient) or ``decoupled`` (without the ratio).
         min_ratio, max_ratio, min_weight_norm, max_weight_norm: bounds of the ratio and of phi.
-        squares: float64 ``[len(params), 2]``: sums of squares of weights and updates. Pass ``first`` writes them and
-            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
-        passes: ``both``, ``first`` or ``second``.
-
-    Raises:
-        RuntimeError, TypeError: as with :func:`ddpcore.ops.sgd_step_`, or the decay mode is unknown.
     """,
 )
 
@@ -340,7 +318,7 @@ lamb_step_ = _function(
 
 def num_blocks(tensors: Sequence[Tensor]) -> int:
     """The number of blocks into which the kernels cut the tensors. Sums are computed block by block."""
-    return sum(-(-tensor.numel() // BLOCK) for tensor in tensors)
+    return sum(-(-tensor.numel() // reference.BLOCK) for tensor in tensors)
 
 
 def new_scratch(params: Sequence[Tensor]) -> Tensor:
@@ -364,11 +342,7 @@ def bytes_per_param(optimizer: str, itemsize: int, rounded_states: bool = False)
     it can move. LARS needs two norms before its first store, and LAMB one, so they read a tensor twice. The smallest
     number assumes that the second pass finds the tensor in cache: LARS then moves as much as SGD, and LAMB as AdamW.
     The largest number assumes no cache hit: LARS reads weight and gradient again, and LAMB weight and moments.
-
-    Args:
-        optimizer: ``sgd``, ``adamw``, ``lars`` or ``lamb``.
-        itemsize: bytes of a weight and of a gradient.
-        rounded_states: momentum and moments are bfloat16.
+    ``itemsize`` is that of a weight and of a gradient; with ``rounded_states`` momentum and moments are bfloat16.
     """
     rule = RULES[optimizer]
     states = len(rule.buffers) * (2 if rounded_states else 4 if rule.wide_states else itemsize)

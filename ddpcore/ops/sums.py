@@ -27,16 +27,10 @@ def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     """The squared 2-norm of every tensor, summed in float64 in one fixed order.
 
     The order is relative to the start of each tensor. So a list of tensors and the views of a flat buffer give the same
-    bits, for any number of threads.
+    bits, for any number of threads. The result is float64 ``[len(tensors)]``.
 
     Args:
-        tensors: at least one; float32, bfloat16 or float16 of one dtype and device, dense.
-
-    Returns:
-        float64 ``[len(tensors)]``: sums of squares. The norms are their square roots.
-
-    Raises:
-        RuntimeError: there are no tensors, or one is not valid.
+        tensors: at least one, else RuntimeError; float32, bfloat16 or float16 of one dtype and device, dense.
     """
     return _segment_norms(tensors)
 
@@ -47,9 +41,6 @@ def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
     Args:
         tensors: as in :func:`segment_norms`.
         out: float64 on their device, at least ``1 + num_blocks(tensors)`` elements; ``out[0]`` receives the result.
-
-    Raises:
-        RuntimeError: there are no tensors, or one is not valid.
     """
     _total_norm(tensors, out)
 
@@ -69,10 +60,7 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
         bounds: ascending from 0 to P: segment s has the columns from ``bounds[s]`` to ``bounds[s + 1]``.
         origin: o, with the shape and dtype of a row; None is zero.
 
-    Returns:
-        float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment.
-
-    Raises:
-        RuntimeError: rows or bounds are invalid. On CUDA a call takes up to 256 rows.
+    Returns float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment. RuntimeError: rows or
+    bounds are invalid. On CUDA a call takes up to 256 rows.
     """
     return _noise_sums(rows, bounds, origin)

@@ -25,22 +25,17 @@ class FusedAdamW(FusedOptimizer):
     ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes, unless
     ``state_dtype`` is bfloat16.
 
-    All other arguments are those of :class:`FusedSGD`.
+    All other arguments, and the errors, are those of :class:`FusedSGD`.
 
     Args:
         betas: decay rates of m and v, each in [0, 1).
         eps: added to the square root.
         weight_decay: see ``decoupled_weight_decay``.
-        amsgrad: must be False: no kernel keeps the maximum of v.
+        amsgrad: must be False, else ValueError: no kernel keeps the maximum of v.
         capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` (AdamW). False: it is added to
             the gradient, as in ``torch.optim.Adam``, whose ``weight_decay`` is 0 by default.
         master_weights: keep fp32 weights for bfloat16 and float16 parameters.
-
-    Raises:
-        ValueError: a hyperparameter is negative, not a number, or out of its range; ``amsgrad`` is True; there are no
-            parameters.
-        RuntimeError: in ``step``, a gradient is sparse.
     """
 
     rule: ClassVar[Rule] = ADAMW

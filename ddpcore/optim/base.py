@@ -7,7 +7,7 @@ groups, if they differ only in learning rate, weight decay and adaptation. Later
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,13 +24,7 @@ from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import Group, State
 from ddpcore.optim.shards import check_shards, local_gradients
-from ddpcore.optim.states import (
-    SavedOptimizer,
-    check_roundable,
-    check_state,
-    check_tensors,
-    firsts_of,
-)
+from ddpcore.optim.states import SavedOptimizer, check_roundable, check_state, check_tensors, firsts_of
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import is_dtensor, local
@@ -82,8 +76,6 @@ class FusedOptimizer(SavedOptimizer):
         Those of the rule's table that are options of a group. There is no batch in a step of columns.
         """
         return self.rule.options_of(groups[0])
-
-    # ---- torch.optim.Optimizer ----
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -204,17 +196,6 @@ class FusedOptimizer(SavedOptimizer):
 
     _hooked_step = torch.optim.Optimizer.profile_hook_step(_step)
 
-    def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
-        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
-        index = 0
-        for group in self.param_groups:
-            names = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                yield (index if names is None else names[position], param), group
-                index += 1
-
-    # ---- a step ----
-
     def step_lists(self, groups: Sequence[Group], mixture: Mixture | None = None) -> None:
         """Step every parameter of the groups that has a gradient.
 
@@ -231,11 +212,7 @@ class FusedOptimizer(SavedOptimizer):
                 self._step_lists(f"plan of learner {row}", groups, mine)
 
     def _step_lists(
-        self,
-        name: str,
-        groups: Sequence[Group],
-        members: Container[int] | None = None,
-        mixture: Mixture | None = None,
+        self, name: str, groups: Sequence[Group], members: Container[int] | None = None, mixture: Mixture | None = None
     ) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
@@ -256,7 +233,7 @@ class FusedOptimizer(SavedOptimizer):
         max_norm, lists = groups[0]["max_grad_norm"], (params, shards, states)
         norm_squared = None if max_norm is None else norm_squared_of(plan, shards)
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), norm_squared, max_norm or 0.0
-        if plan.shards is None or not self.rule.uses_norms or plan.shards.num_reductions == 0:
+        if plan.shards is None or not self.rule.uses_norms or not plan.shards.reductions:
             self._run(plan, groups, lists, scaling, mixture)
         else:
             self._run(plan, groups, lists, scaling, None, passes="first")
@@ -369,26 +346,20 @@ class FusedOptimizer(SavedOptimizer):
                 position += 1
         batches = []
         for (dtype, device, masters, _), entries in keyed.items():
-            positions: list[int] = []
-            indices: list[int] = []
-            counts: list[int] = []
-            steps: list[Tensor] = []
-            for position, index, step in sorted(entries, key=lambda entry: (entry[1], ages[entry[2]], entry[0])):
-                if not indices or indices[-1] != index or (step is not None and steps[-1] is not step):
-                    indices.append(index)
-                    counts.append(0)
-                    if step is not None:
-                        steps.append(step)
-                positions.append(position)
-                counts[-1] += 1
+            runs: dict[tuple[int, int], list[tuple[int, int, Tensor | None]]] = {}  # of one group and one step count
+            for entry in sorted(entries, key=lambda entry: (entry[1], ages[entry[2]], entry[0])):
+                runs.setdefault((entry[1], ages[entry[2]]), []).append(entry)
+            positions = [position for run in runs.values() for position, _, _ in run]
+            firsts = [run[0] for run in runs.values()]
             segments = list(map(local, mine := [params[position] for position in positions]))
-            rounds = checks.is_rounded(groups[indices[0]]) and bool(self.state_names(groups[indices[0]]))
+            group = groups[firsts[0][1]]
+            rounds = checks.is_rounded(group) and bool(self.state_names(group))
             batches.append(
                 Batch(
                     members=positions,
-                    groups=indices,
-                    sizes=counts,
-                    steps=steps,
+                    groups=[index for _, index, _ in firsts],
+                    sizes=[len(run) for run in runs.values()],
+                    steps=[step for _, _, step in firsts if step is not None],
                     dtype=dtype,
                     device=device,
                     masters=masters,

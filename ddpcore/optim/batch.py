@@ -58,7 +58,8 @@ class Shards:
 
     def __init__(self, params: Sequence[Any], batches: Sequence[Batch]) -> None:
         self._rows: list[Tensor] = []  # of each device: two sums of each tensor
-        self._reductions: list[tuple[dist.ProcessGroup, Tensor, Tensor | None]] = []  # a group, and which rows it adds
+        # The all-reduces of add_: a group, and which rows it adds. There is none if this rank has all of each tensor.
+        self.reductions: list[tuple[dist.ProcessGroup, Tensor, Tensor | None]] = []
         self._squares: dict[int, Tensor] = {}
         for device in dict.fromkeys(batch.device for batch in batches):
             mine = [batch for batch in batches if batch.device == device]
@@ -67,14 +68,9 @@ class Shards:
             self._rows.append(rows)
             for group, numbers in _numbers_of(of_device).items():
                 some = None if len(numbers) == len(rows) else torch.tensor(numbers, device=device)
-                self._reductions.append((group, rows, some))
+                self.reductions.append((group, rows, some))
             parts = rows.split([len(batch.members) for batch in mine])
             self._squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
-
-    @property
-    def num_reductions(self) -> int:
-        """All-reduces of :meth:`add_`: none if this rank has all of each tensor."""
-        return len(self._reductions)
 
     def squares(self, batch: Batch) -> Tensor:
         """``[params, 2]``: where the first pass of a batch writes its sums of squares."""
@@ -82,7 +78,7 @@ class Shards:
 
     def add_(self) -> None:
         """Add the sums of squares of the other ranks."""
-        for group, rows, some in self._reductions:
+        for group, rows, some in self.reductions:
             part = rows if some is None else rows.index_select(0, some)
             dist.all_reduce(part, group=group)
             if some is not None:

@@ -15,7 +15,6 @@ from ddpcore.options.typed import check_range
 
 Group = dict[str, Any]
 State = dict[str, Any]
-STATE_DTYPES = ("float32", "bfloat16")
 _OF_TORCH = ("capturable", "differentiable", "foreach", "fused")  # options that say how torch computes a step
 
 
@@ -74,8 +73,8 @@ def check_common(group: Group) -> None:
         raise ValueError(f"max_grad_norm is {norm}: it must be a number above 0, or None")
     check_flag("maximize", group["maximize"])
     check_flag("master_weights", group["master_weights"])
-    if (dtype := name_of(group.get("state_dtype", "float32"))) not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {dtype}: it must be {' or '.join(STATE_DTYPES)}")
+    if (dtype := name_of(group.get("state_dtype", "float32"))) not in ("float32", "bfloat16"):
+        raise ValueError(f"state_dtype is {dtype}: it must be float32 or bfloat16")
 
 
 def check_one_norm(groups: Sequence[Group]) -> None:
@@ -111,15 +110,9 @@ def check_moments(group: Group) -> None:
     check_number("eps", group["eps"])
 
 
-def check_differentiable(differentiable: bool) -> None:
-    """Raise ValueError if it is true."""
-    if differentiable:
-        raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
-
-
 def check_new(group: Group) -> None:
     """Raise ValueError unless a new group of a fused optimizer can be stepped."""
-    check_differentiable(group.get("differentiable", False))
+    options_of(group)
     names, seen = group.get("param_names", range(len(group["params"]))), set[int]()
     for name, param in zip(names, group["params"], strict=True):
         if id(param) in seen:
@@ -130,8 +123,9 @@ def check_new(group: Group) -> None:
 
 
 def options_of(group: Group) -> Group:
-    """A loaded group without the options that say how torch computes a step. ValueError if it is differentiable."""
-    check_differentiable(group.get("differentiable", False))
+    """A group without the options that say how torch computes a step. ValueError if it is differentiable."""
+    if group.get("differentiable", False):
+        raise ValueError("differentiable is True: the fused step has no gradient; use torch.optim for that")
     return {name: value for name, value in group.items() if name not in _OF_TORCH}
 
 

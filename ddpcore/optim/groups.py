@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ddpcore.optim.checks import check_number
 from ddpcore.parameters.normalization import is_normalization
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _PRODUCT = re.compile(
     r"(bi)?linear|matmul|__matmul__|b?mm|mv|addb?mm|baddbmm|einsum|tensordot|conv(_transpose)?[123]d|"
@@ -50,13 +49,9 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
             cannot be traced, the last layer is the output embedding of a transformers model, or the module that was
             registered last.
 
-    Returns:
-        Groups for ``FusedLARS(param_groups(model, 1e-4), lr=...)``, without empty ones. Optimizers of other libraries
-        accept them too.
-
-    Raises:
-        ValueError: weight_decay is negative or not a number, the rule is unknown, or the model has no trainable
-            parameter.
+    Returns groups for ``FusedLARS(param_groups(model, 1e-4), lr=...)``, without empty ones. Optimizers of other
+    libraries accept them too.
+    ValueError: weight_decay is negative or not a number, the rule is unknown, or the model has no trainable parameter.
     """
     check_number("weight_decay", weight_decay)
     if rule not in (None, "muon"):
@@ -74,9 +69,10 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
             {"params": vectors, "weight_decay": 0.0, "always_adapt": False},
         ]
     else:
-        others = _embeddings(model) | {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
+        others = _ids(module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+        others |= {id(p) for _, p in weights if len(p) == 1 or p.numel() == max(p.shape)}
         others |= _no_factors_and_head(model, [p for _, p in weights])
-        joint = _joint_projections(model) - others
+        joint = {id(one.in_proj_weight) for one in model.modules() if isinstance(one, nn.MultiheadAttention)} - others
         kernels = {id(one.weight) for one in model.modules() if isinstance(one, nn.Conv1d | nn.ConvTranspose1d)}
         batches = {id(p) for _, p in weights if p.ndim == 3} - kernels  # the user says what they are
         hidden = [(name, p) for name, p in weights if id(p) not in others]
@@ -95,11 +91,7 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
 
 
 def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str:
-    """A table of parameter groups as text: a line for each parameter, with the group's rule, decay and learning rate.
-
-    Args:
-        groups: of :func:`param_groups`, or an optimizer.
-    """
+    """A table of the groups, also of an optimizer, as text: a line for each parameter with its rule, decay and rate."""
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
     lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
     for index, group in enumerate(groups):
@@ -131,29 +123,17 @@ def _scales(model: nn.Module) -> set[int]:
     return found
 
 
-def _embeddings(model: nn.Module) -> set[int]:
-    return _ids(module for module in model.modules() if isinstance(module, _EMBEDDINGS))
-
-
-def _joint_projections(model: nn.Module) -> set[int]:
-    """Ids of the weights of ``nn.MultiheadAttention`` that hold the projections of queries, keys and values."""
-    layers = (module for module in model.modules() if isinstance(module, nn.MultiheadAttention))
-    return {id(layer.in_proj_weight) for layer in layers if layer.in_proj_weight is not None}
-
-
 def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[int]:
     """Ids of weights that are no factor of a product, or belong to the last layer."""
     own = dict(model.named_parameters(remove_duplicate=False))
     considered = set(map(id, weights))
     try:
-        uses = [(own[name], how) for name, how in _uses(model)]
+        uses = [(own[name], how) for name, how in _uses(model) if id(own[name]) in considered]
     except Exception:  # whatever the forward pass of a model may do with values that do not exist
         uses = []
-    uses = [(param, how) for param, how in uses if id(param) in considered]
     factors = [id(param) for param, how in uses if how == "factor"]
     if factors:
-        last = factors[-1]
-        return {id(param) for param, how in uses if how == "other" and id(param) not in factors} | {last}
+        return {id(param) for param, how in uses if how == "other" and id(param) not in factors} | {factors[-1]}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     owned = [[p for p in module.parameters(recurse=False) if id(p) in considered] for module in model.modules()]
     layers = [list(output.parameters())] if isinstance(output, nn.Module) else [part for part in owned if part]
@@ -165,8 +145,8 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
 
     The forward pass of a copy without values and hooks is traced, and arguments with defaults have their defaults.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    empty: dict[int, Any] = {id(t): _without_values(t) for t in tensors}
+    empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in (*model.parameters(), *model.buffers())}
+    empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
     bare = copy.deepcopy(model, empty)
     for module in bare.modules():
         module._forward_hooks.clear()
@@ -188,11 +168,6 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{node.target}.{name}", "factor" if id(param) in factors else "other"
         elif node.op == "get_attr" and node.target in names:
             yield node.target, "factor" if _is_factor(node) else "other"
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _is_factor(node: Any) -> bool:

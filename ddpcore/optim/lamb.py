@@ -37,11 +37,9 @@ class FusedLAMB(AdaptiveOptimizer):
     ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes,
     unless ``state_dtype`` is bfloat16.
 
-    All other arguments are those of :class:`FusedSGD`.
+    All other arguments, and the errors, are those of :class:`FusedAdamW`.
 
     Args:
-        betas: decay rates of m and v, each in [0, 1).
-        eps: added to the square root.
         weight_decay: see ``decay_mode``.
         trust_clip: upper bound of r, or (lower, upper).
         variant: see above.
@@ -51,12 +49,6 @@ class FusedLAMB(AdaptiveOptimizer):
         weight_norm_clip: phi: upper bound of ``|w|`` in r, or (lower, upper). None: the identity.
         decay_mode: ``in_update`` (the paper: decay is part of u), ``coupled`` (L2: decay is added to the gradient) or
             ``decoupled`` (AdamW: ``w *= 1 - lr*weight_decay``, not scaled by r).
-        capturable: accepted and ignored: a CUDA graph can capture every step.
-        master_weights: keep fp32 weights for bfloat16 and float16 parameters.
-
-    Raises:
-        ValueError: a hyperparameter is negative, not a number, out of its range or unknown; there are no parameters.
-        RuntimeError: in ``step``, a gradient is sparse.
     """
 
     rule: ClassVar[Rule] = LAMB

@@ -28,10 +28,8 @@ class FusedLARS(AdaptiveOptimizer):
     - ``scaled_grad`` (LARC, timm, torch-optimizer): ``m = momentum*m + R*(g + weight_decay*w); w -= lr*m``
     - ``scaled_lr`` (Intel's extension): ``m = momentum*m + (g + weight_decay*w); w -= lr*R*m``
 
-    They are equal while the learning rate and all ratios are constant.
-    ``docs/optimizers.md`` compares them with other libraries.
-
-    All other arguments are those of :class:`FusedSGD`.
+    They are equal while the learning rate and all ratios are constant. ``docs/optimizers.md`` compares them with other
+    libraries. All other arguments, and the errors, are those of :class:`FusedSGD`.
 
     Args:
         params: parameters, named parameters or groups. A group may set ``always_adapt=False``: its tensors then take
@@ -44,11 +42,6 @@ class FusedLARS(AdaptiveOptimizer):
         capturable: accepted and ignored: a CUDA graph can capture every step.
         decoupled_weight_decay: decay multiplies the weight by ``1 - lr*weight_decay`` and is not part of R.
         max_grad_norm: R uses the clipped gradient.
-
-    Raises:
-        ValueError: a hyperparameter is negative, not a number, unknown, or does not fit the others; there are no
-            parameters.
-        RuntimeError: in ``step``, a gradient is sparse.
     """
 
     rule: ClassVar[Rule] = LARS
@@ -90,12 +83,8 @@ class FusedLARS(AdaptiveOptimizer):
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
         super().check_loading(groups, saved, state_dict)
         for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            states = [state_dict["state"].get(index, {}) for index in loaded["params"]]
-            if (
-                "variant" not in loaded
-                and own["variant"] != "scaled_lr"
-                and any("momentum_buffer" in s for s in states)
-            ):
+            has_momentum = any("momentum_buffer" in state_dict["state"].get(index, {}) for index in loaded["params"])
+            if has_momentum and "variant" not in loaded and own["variant"] != "scaled_lr":
                 raise ValueError(
                     f"state_dict: its momentum is that of SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
                     "load it with variant='scaled_lr', and see docs/optimizers.md for how to go on as another variant"

@@ -66,10 +66,7 @@ class Muon(SavedOptimizer):
             the rows of each. A group with parameters of three dimensions says what they are: ``batched=True`` for
             matrices ``[E, M, N]``, such as experts, and ``batched=False`` for the kernel of a convolution. ``period``
             and ``block_lr`` are options of a group, too.
-        lr: learning rate; a number or a tensor.
-        weight_decay: decoupled.
-        momentum: in [0, 1).
-        nesterov: see above.
+        lr, weight_decay, momentum, nesterov: see above. The rate may be a tensor, and the momentum is in [0, 1).
         ns_coefficients: a, b, c of :func:`~ddpcore.optim.newton_schulz.orthogonalize`.
         eps: least norm by which a matrix is divided.
         ns_steps: number of iterations, below 100.
@@ -80,7 +77,6 @@ class Muon(SavedOptimizer):
         ns_dtype: of the matrix products; float64 parameters have float64. float32 is faster on CPUs that have no
             instructions for bfloat16, and takes the Gram form where it has fewer multiplications. Autocast around a
             step changes nothing.
-        process_group: see above.
 
     Raises:
         ValueError: a hyperparameter is invalid; a parameter with ``rule="muon"`` has less than two dimensions, or three
@@ -125,13 +121,12 @@ class Muon(SavedOptimizer):
             param_group.setdefault("lr", self._adamw_lr)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        first = sum(len(other["params"]) for other in self.param_groups[:-1])
-        names = group.get("param_names", range(first, first + len(group["params"])))
         try:
             _check_options(group)
             check_new(group)
-            for name, param in zip(names, group["params"], strict=True):
-                _check_parameter(name, param, group)
+            for (name, param), own in self.named_parameters():
+                if own is group:
+                    _check_parameter(name, param, group)
         except ValueError:
             self.param_groups.pop()
             raise
@@ -214,7 +209,7 @@ class Muon(SavedOptimizer):
             elif momentum.dtype != param.dtype:  # the model has a new dtype
                 self.state[param]["momentum_buffer"] = momentum.to(param.dtype)
         momenta = [local(self.state[param]["momentum_buffer"]) for param in params]
-        grads = local_gradients(params, [param.grad for param in params], list)
+        grads = local_gradients(params, [param.grad for param in params], self.named_parameters)
         if params:
             torch._foreach_lerp_(momenta, grads, 1 - float(group["momentum"]))
         is_block = group["steps"] % group["period"] > 0
@@ -243,9 +238,8 @@ class Muon(SavedOptimizer):
             exchange = ShardExchange(group, shapes, dims, owners)
             wholes = exchange.gather([member.direction for member in mine])
             results = results_of([mine[index] for index in exchange.owned], wholes)
-            stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
-            shards = exchange.scatter(results, torch.empty(0, dtype=stored, device=device))
-            for member, shard in zip(mine, shards, strict=True):
+            like = torch.empty(0, dtype=torch.float64 if dtype == torch.float64 else torch.bfloat16, device=device)
+            for member, shard in zip(mine, exchange.scatter(results, like), strict=True):
                 member.step(shard)
 
     def _step_gathered(self, members: list[Divided]) -> None:
@@ -273,13 +267,13 @@ class Muon(SavedOptimizer):
         mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank]
         computed = {id(matrix): update for matrix, update in zip(mine, orthogonal(mine), strict=True)}
         updates: dict[int, Tensor] = {}
-        for kind in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
+        for device, stored in dict.fromkeys((matrix.param.device, matrix.stored) for matrix in matrices):
             parts: list[list[Matrix]] = [[] for _ in range(world_size)]
             for matrix, owner in zip(matrices, owners, strict=True):
-                if (matrix.param.device, matrix.stored) == kind:
+                if (matrix.param.device, matrix.stored) == (device, stored):
                     parts[owner].append(matrix)
             most = max(sum(matrix.param.numel() for matrix in part) for part in parts)
-            sent = torch.zeros(most, dtype=kind[1], device=kind[0])
+            sent = torch.zeros(most, dtype=stored, device=device)
             for matrix, place in places_in(parts[rank], sent):
                 place.copy_(computed[id(matrix)])
             received = [torch.empty_like(sent) for _ in range(world_size)]

@@ -45,10 +45,7 @@ def orthogonalize(
         steps: number of iterations.
         coefficients: a, b, c.
         eps: the least divisor.
-        dtype: of the products.
-
-    Returns:
-        ``[batch, rows, columns]`` of ``dtype``.
+        dtype: of the products, and of the result ``[batch, rows, columns]``.
     """
     with torch.autocast(matrices.device.type, enabled=False):
         x = matrices.to(dtype)

@@ -54,19 +54,15 @@ def build_optimizer(
     two_groups: bool = False,
     max_grad_norm: float | None = None,
 ) -> torch.optim.Optimizer:
-    """A new optimizer of the model's parameters that need a gradient.
+    """A new optimizer, by its name in ``OPTIMIZERS``, of the model's parameters that need a gradient.
 
     Args:
-        name: of ``OPTIMIZERS``.
         model: may not be in training with another optimizer.
-        lr: its learning rate.
-        options: by keyword.
         two_groups: biases and norms apart, see :func:`ddpcore.optim.param_groups`; ``always_adapt`` of the options,
             if it is there, counts for them too.
         max_grad_norm: for those that clip gradients themselves; the caller clips for others.
 
-    Raises:
-        ValueError: no such optimizer or option, or an option has a value that the optimizer does not take.
+    ValueError: no such optimizer or option, or an option has a value that the optimizer does not take.
     """
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     if max_grad_norm is not None:

@@ -40,7 +40,8 @@ class FusedSGD(FusedOptimizer):
             It takes no parameters with master weights. ``torch.float32``: as the other options say.
 
     Raises:
-        ValueError: a hyperparameter is negative, not a number, or does not fit the others; there are no parameters.
+        ValueError: a hyperparameter is negative, not a number, unknown, out of its range, or does not fit the others;
+            there are no parameters.
         RuntimeError: in ``step``, a gradient is sparse.
     """
 

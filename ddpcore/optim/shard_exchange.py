@@ -13,11 +13,8 @@ from torch import Tensor
 class ShardExchange:
     """Gathers each matrix on one rank. Each way takes one all-to-all for all matrices, of this dtype and device.
 
-    Args:
-        group: the n ranks that hold the shards.
-        shapes: of the whole tensors.
-        dims: the dimension along which each is divided, into n parts as ``torch.chunk`` divides.
-        owners: the rank of the group that gets each tensor.
+    The n ranks of the group hold the shards. ``shapes`` are those of the whole tensors, each of which is divided along
+    its dimension of ``dims`` into n parts, as ``torch.chunk`` divides. ``owners`` are the ranks that get them.
     """
 
     def __init__(
@@ -27,11 +24,10 @@ class ShardExchange:
         self._layouts, self._owners = list(zip(shapes, dims, strict=True)), list(owners)
         self._order = sorted(range(len(owners)), key=lambda index: owners[index])  # of what is sent: owner by owner
         self.owned = [index for index in self._order if owners[index] == self._rank]
-        mine = [sum(math.prod(self._shape(index, rank)) for index in self.owned) for rank in range(self._num)]
-        theirs = [0] * self._num
+        self._of_owned = [sum(math.prod(self._shape(index, rank)) for index in self.owned) for rank in range(self._num)]
+        self._of_shards = [0] * self._num
         for index, owner in enumerate(owners):
-            theirs[owner] += math.prod(self._shape(index, self._rank))
-        self._of_owned, self._of_shards = mine, theirs
+            self._of_shards[owner] += math.prod(self._shape(index, self._rank))
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""

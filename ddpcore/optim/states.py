@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ddpcore.ops.dtypes import is_narrow
@@ -49,6 +49,15 @@ class SavedOptimizer(torch.optim.Optimizer):
         """The dtype of a loaded state of the parameter."""
         raise NotImplementedError
 
+    def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
+        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
+        index = 0
+        for group in self.param_groups:
+            names = group.get("param_names")
+            for position, param in enumerate(group["params"]):
+                yield (index if names is None else names[position], param), group
+                index += 1
+
     def note_capture(self) -> None:
         """Before a step: see :func:`~ddpcore.optim.checks.check_capture`, if a CUDA graph captures it."""
         first = self.param_groups[0]["params"]
@@ -66,11 +75,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Load a copy of a state, as in torch. Options that are missing in ``state_dict`` keep their value.
 
         If the optimizer and the file have names of parameters, each state goes to the parameter of its name. States of
-        optimizers of torch with the same buffers are accepted too.
-
-        Raises:
-            ValueError: groups, names, shapes or buffers do not match, or an option is invalid. Nothing is changed then.
-            RuntimeError: a CUDA graph has captured a step, and would go on with the old state.
+        optimizers of torch with the same buffers are accepted too. ValueError: groups, names, shapes or buffers do not
+        match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
         """
         if self._is_captured:
             raise RuntimeError(
@@ -102,7 +108,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         """A copy of the state, which later steps do not change. Every parameter has its own ``step``, as in torch."""
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
-            result: dict[str, Any] = tree_map(_copied, super().state_dict())
+            result: dict[str, Any] = tree_map_only(Tensor, lambda one: one.detach().clone(), super().state_dict())
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         for hook in hooks.values():  # they get the copy, so that what they change is not the optimizer's own
@@ -127,10 +133,6 @@ class SavedOptimizer(torch.optim.Optimizer):
                 if key not in steps:
                     steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
                 state["step"] = steps[key]
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -162,9 +164,6 @@ def plain_name(name: str) -> str:
     return name
 
 
-# ---- rounded states ----
-
-
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
     """Raise ValueError if a parameter cannot have the rounded states of its group, or of ``loaded``, by its id."""
     for (name, param), group in named:
@@ -190,9 +189,6 @@ def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | Non
         if first_of.get(id(param), id(param)) == id(param):
             numbers[id(param)] = len(numbers)
     return [numbers[first_of.get(id(param), id(param))] * ELEMENTS + first_of_shard(param) for param in params]
-
-
-# ---- checks ----
 
 
 def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[Tensor, State]) -> None:
@@ -235,17 +231,15 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
             f"state_dict: parameter {index} lacks {', '.join(missing)}: load the whole state, or none of that parameter"
         )
     for name, value in state.items():
+        where = f"state_dict: {name} of parameter {index}"
         if name == "step":
             if not is_scalar(value) or not 0 <= float(value) < math.inf:
-                raise ValueError(f"state_dict: step of parameter {index} is {value}: it must be a number from 0 on")
-        elif value is not None and not isinstance(value, Tensor):
-            raise ValueError(f"state_dict: {name} of parameter {index} is {value!r}: it must be a tensor")
-        elif value is not None and not value.is_floating_point():
-            raise ValueError(f"state_dict: {name} of parameter {index} is {value.dtype}: it must be floating-point")
-        elif value is not None and value.shape != param.shape:
-            raise ValueError(
-                f"state_dict: {name} of parameter {index} has shape {tuple(value.shape)}, "
-                f"the parameter has {tuple(param.shape)}"
-            )
+                raise ValueError(f"{where} is {value}: it must be a number from 0 on")
         elif value is not None:
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{where} is {value!r}: it must be a tensor")
+            if not value.is_floating_point():
+                raise ValueError(f"{where} is {value.dtype}: it must be floating-point")
+            if value.shape != param.shape:
+                raise ValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}")
             check_shard_of_state(index, name, param, value)

@@ -27,9 +27,7 @@ _gradient_of = attrgetter("grad")
 class WeightStep:
     """Averages and steps the weights of a flat buffer.
 
-    Args:
-        flat: the parameters.
-        optimizer: a :class:`~ddpcore.optim.FusedOptimizer`, whose ``step()`` calls :meth:`run`; None for any other.
+    ``optimizer`` is a :class:`~ddpcore.optim.FusedOptimizer`, whose ``step()`` calls :meth:`run`; None for any other.
     """
 
     def __init__(self, flat: FlatParameters, optimizer: Any = None) -> None:
@@ -66,15 +64,13 @@ class WeightStep:
     def _is_one_pass(self, mixture: Mixture, groups: Sequence[Group]) -> bool:
         """Whether the optimizer's kernel takes the mixture, and steps every parameter of the flat buffer."""
         flat = self.flat
-        if self._is_scaled() or flat.param_LP.dtype not in KERNEL_DTYPES:
+        if self._is_scaled() or flat.param_LP.dtype not in KERNEL_DTYPES or any(map(is_rounded, groups)):
             return False
         if len(mixture.peers) > MAX_STEP_PEERS or flat.num_rows > 1:
             return False
         if flat.shards is not None and self._optimizer.rule.uses_norms:
             return False  # its two passes add norms of shards in between
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
-            return False
-        if any(map(is_rounded, groups)):
             return False
         stepped = [id(p) for group in groups for p in group["params"] if p.grad is not None]
         return len(stepped) == len(flat.parameters) and self._members.issuperset(stepped)
@@ -110,11 +106,9 @@ class WeightStep:
     def _column_states(self, group: Group) -> tuple[str, ...] | None:
         """The states of a group that columns can step: no gradient is missing or scaled, and states agree."""
         optimizer, params = self._optimizer, group["params"]
-        if self._is_scaled() or group["max_grad_norm"] is not None or not params:
+        if self._is_scaled() or group["max_grad_norm"] is not None or not params or isinstance(group["lr"], Tensor):
             return None
-        if isinstance(group["lr"], Tensor) or params[0].dtype not in KERNEL_DTYPES:
-            return None
-        if group["master_weights"] and params[0].dtype != torch.float32:
+        if params[0].dtype not in ((torch.float32,) if group["master_weights"] else KERNEL_DTYPES):
             return None
         if is_rounded(group):  # random numbers are numbered by parameter, not by the place in the row
             return None
@@ -150,11 +144,8 @@ class WeightStep:
             return False
         if flat.num_rows == 1 or len(members) == len(self._members):
             return True
-        num = len(flat.segments)
-        rows = [
-            [id(p) in members for p in flat.parameters[row * num : (row + 1) * num]] for row in range(flat.num_rows)
-        ]
-        return all(row == rows[0] for row in rows)
+        num, inside = len(flat.segments), [id(parameter) in members for parameter in flat.parameters]
+        return inside == inside[:num] * flat.num_rows
 
     def _step_columns(self, group: Group, names: tuple[str, ...], own: dict[int, Tensor]) -> None:
         optimizer, columns, flat, params = self._optimizer, self._columns, self.flat, group["params"]

@@ -6,6 +6,7 @@ import argparse
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import override
@@ -13,6 +14,7 @@ from typing_extensions import override
 from ddpcore.options.fields import field, flag
 
 Config = TypeVar("Config")
+RUNS: dict[str, Any] = {"positional": True, "nargs": "+", "type": Path, "metavar": "RUN"}  # of a field: several folders
 SETTINGS: Any = field(
     (), "a setting, see `ddpcore train --fields`", positional=True, nargs="*", type=str, metavar="KEY=VALUE"
 )
@@ -24,13 +26,9 @@ def names(text: str) -> tuple[str, ...]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ValueError, with a message of one line, where argparse would exit.
+    """An argument parser that raises ValueError, with a message of one line, where argparse would exit."""
 
-    Attributes:
-        example: a command line, with which the help begins.
-    """
-
-    example = ""
+    example = ""  # a command line, with which the help begins
 
     @override
     def format_help(self) -> str:
@@ -41,13 +39,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def parse(config: type[Config], argv: Sequence[str] | None, *, prog: str, description: str, epilog: str = "") -> Config:
-    """The command line as a config; every field of its class was made by :func:`ddpcore.options.fields.field`.
+def parse(config: type[Config], argv: Sequence[str] | None, *, prog: str, epilog: str = "") -> Config:
+    """The command line as a config, whose docstring is in the help; ``fields.field`` made every field of its class.
 
-    Raises:
-        ValueError: the words do not fit the fields; the message is one line.
+    ValueError: the words do not fit the fields; the message is one line.
     """
-    parser = Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    parser = Parser(prog=prog, description=config.__doc__, epilog=epilog, allow_abbrev=False)
     add_flags(parser, config)
     # Words without a flag may stand before, between and after flags.
     return config(**vars(parser.parse_intermixed_args(argv)))

@@ -17,11 +17,7 @@ class MissingPackage(ImportError, ValueError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import packages of an extra inside ``with extra(name):``.
-
-    Raises:
-        MissingPackage: one of them is not installed.
-    """
+    """Import packages of an extra inside ``with extra(name):``. MissingPackage: one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

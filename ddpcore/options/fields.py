@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,6 @@ def field(
     *,
     choices: Sequence[str] = (),
     parts: Registry[Any] | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    most: float | None = None,
     is_file: bool = False,
     positional: bool = False,
     **more: Any,
@@ -36,12 +32,12 @@ def field(
         about: its meaning, one clause.
         choices: the values that :func:`check` allows, for a list each of its items.
         parts: the value is the name of a part of this kind, or a list of such names.
-        least, above, below, most: bounds of a number, for :func:`check`.
         is_file: the value is a file that will be written; :func:`check` tests that this is possible.
         positional: a word of the command line without a flag.
-        more: arguments of ``argparse.ArgumentParser.add_argument`` in place of those that follow from the field's type.
+        more: ``least``, ``above``, ``below`` and ``most``, bounds of a number, for :func:`check`; and arguments of
+            ``argparse.ArgumentParser.add_argument`` in place of those that follow from the field's type.
     """
-    bounds = {"least": least, "above": above, "below": below, "most": most}
+    bounds = {name: more.pop(name, None) for name in ("least", "above", "below", "most")}
     allowed = {"choices": tuple(choices), "parts": parts, "bounds": bounds, "is_file": is_file}
     metadata = {"about": about, **allowed, "positional": positional, "more": more}
     if isinstance(default, type):
@@ -54,22 +50,17 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check(config: Any, spelled: Callable[[str], str] = flag) -> None:
-    """Check the fields of a config against the choices, the bounds and the files of their fields. None always passes.
-
-    Args:
-        config: every field was made by :func:`field`.
-        spelled: how messages spell the name of a field.
-
-    Raises:
-        ValueError: a value is not allowed; one line that begins with its field.
-    """
+def check(config: Any) -> None:
+    """:func:`check_value` of all fields of a config, each of which was made by :func:`field`."""
     for item in dataclasses.fields(config):
-        check_value(spelled(item.name), getattr(config, item.name), item)
+        check_value(flag(item.name), getattr(config, item.name), item)
 
 
 def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
-    """Check a value against the choices, the bounds and the file of its field, see :func:`check`."""
+    """Raise ValueError, which begins with the name, unless a value suits choices, bounds and file of its field.
+
+    None always does.
+    """
     about = item.metadata
     if value is None:
         return
@@ -77,28 +68,20 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> None:
         typed(name, value, float)  # refuses NaN and infinity
     check_range(name, value, **about["bounds"])
     if isinstance(value, tuple) and item.default != () and not about["positional"]:
-        _check_list(name, value)
+        if not value:
+            raise ValueError(f"{name} is empty: give at least one value, or leave it out")
+        if len(set(value)) != len(value):
+            raise ValueError(f"{name} names one twice: name each once")
     for one in value if isinstance(value, tuple) else (value,):
         if about["choices"]:
             check_choice(name, one, about["choices"])
         if about["parts"] is not None:
-            _check_part(name, one, about["parts"])
+            try:
+                about["parts"].find(one)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
     if about["is_file"]:
         _check_writable(name, Path(os.path.realpath(value)))  # resolve() refuses a loop of links
-
-
-def _check_part(name: str, part: str, parts: Registry[Any]) -> None:
-    try:
-        parts.find(part)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
-def _check_list(name: str, values: Sequence[Any]) -> None:
-    if not values:
-        raise ValueError(f"{name} is empty: give at least one value, or leave it out")
-    if len(set(values)) != len(values):
-        raise ValueError(f"{name} names one twice: name each once")
 
 
 def _check_writable(name: str, path: Path) -> None:

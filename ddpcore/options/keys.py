@@ -21,12 +21,8 @@ Table = dict[str, Any]
 def parse_settings(texts: Sequence[str], before: str = "") -> Table:
     """Nested tables from texts ``KEY=VALUE``, in this order. A value is parsed as TOML; if that fails, it is text.
 
-    Args:
-        texts: a key is a name, or names with dots between them. A later text replaces the value of an earlier one.
-        before: the word before each text in error messages.
-
-    Raises:
-        ValueError: a text has another form; the message is one line.
+    A key is a name, or names with dots between them. A later text replaces the value of an earlier one. ValueError, in
+    one line with the word ``before`` each text: a text has another form.
     """
     result: Table = {}
     for text in texts:

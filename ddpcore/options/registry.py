@@ -10,6 +10,7 @@ import importlib
 import inspect
 import types
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,41 +20,24 @@ Part = TypeVar("Part")
 Factory = Callable[..., Part]
 
 
+@dataclass(eq=False)
 class Registry(Generic[Part]):
-    """The parts of one kind.
+    """The parts of one kind."""
 
-    Args:
-        kind: the word for a part in error messages, such as ``topology``.
-        group: the group of entry points, such as ``ddpcore.topologies``.
-        base: the class, or a tuple of classes, of every part.
-        own: ddpcore's parts: from a name to the class or function that makes the part.
-        reserved: names of parameters that the caller of :meth:`build` sets. They are not options for users.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        group: str,
-        base: type[Any] | tuple[type[Any], ...],
-        own: Mapping[str, Factory[Part]],
-        *,
-        reserved: Collection[str] = (),
-    ) -> None:
-        self.kind, self.group, self.base, self.reserved = kind, group, base, frozenset(reserved)
-        self._own = dict(own)
+    kind: str  #: the word for a part in error messages, such as topology
+    group: str  #: of entry points, such as ddpcore.topologies
+    base: type[Any] | tuple[type[Any], ...]  #: of every part
+    own: Mapping[str, Factory[Part]]  #: ddpcore's parts: from a name to the class or function that makes the part
+    reserved: Collection[str] = ()  #: parameters that the caller of `build` sets, which are no options for users
 
     def names(self) -> tuple[str, ...]:
         """The short names: first the names of ddpcore, then the names of installed packages."""
-        return (*self._own, *(name for name in sorted(self._installed()) if name not in self._own))
+        return (*self.own, *(name for name in sorted(self._installed()) if name not in self.own))
 
     def find(self, name: str) -> Factory[Part]:
-        """The class or function that makes the part of this name.
-
-        Raises:
-            ValueError: there is no such part, or its module cannot be imported; one line with the error of the import.
-        """
-        if name in self._own:
-            return self._own[name]
+        """The class or function that makes the part of this name. ValueError, in one line, if it cannot be found."""
+        if name in self.own:
+            return self.own[name]
         if ":" in name:
             found = self._load(name, EntryPoint(name, name, self.group))
         elif name in (installed := self._installed()):
@@ -67,11 +51,7 @@ class Registry(Generic[Part]):
         return found
 
     def options(self, name: str) -> dict[str, Any]:
-        """The options of the part of this name and their defaults; ``inspect.Parameter.empty`` for no default.
-
-        Raises:
-            ValueError: see :meth:`find`.
-        """
+        """The options of this part and their defaults, ``inspect.Parameter.empty`` for none. ValueError as `find`."""
         return {
             parameter.name: parameter.default
             for parameter in self.parameters(name).values()
@@ -103,13 +83,8 @@ class Registry(Generic[Part]):
     def check_options(self, name: str, options: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
         """The options as the part takes them: a list, or a single number, is a tuple where the type hint is one.
 
-        Args:
-            name: of the part.
-            options: by keyword.
-            others: further names that an error may suggest.
-
-        Raises:
-            ValueError: an option does not exist (the message has the most similar name), or its value has a wrong type.
+        ValueError: an option does not exist (the message has the most similar name, of these and of ``others``), or its
+        value has a wrong type.
         """
         known, hints, found = self.options(name), self.hints(name), dict(options)
         for option, value in options.items():
@@ -123,15 +98,10 @@ class Registry(Generic[Part]):
         return found
 
     def build(self, name: str, *arguments: Any, **options: Any) -> Part:
-        """Make the part of this name.
+        """Make the part of this name (short, or ``module:attribute``) from these arguments.
 
-        Args:
-            name: a short name or ``module:attribute``.
-            arguments: the first arguments of the part, by position.
-            options: further arguments by keyword. Reserved parameters that the part does not have are left out.
-
-        Raises:
-            ValueError: there is no such part or option, or the part cannot be made; one line with the part's name.
+        Reserved parameters that the part does not have are left out. ValueError: there is no such part or option, or
+        the part cannot be made; one line with the part's name.
         """
         make = self.find(name)
         given = {key: value for key, value in options.items() if key not in self.reserved or self.takes(name, key)}
@@ -153,10 +123,8 @@ class Registry(Generic[Part]):
         try:
             found: Any = importlib.import_module(module)
         except Exception as error:
-            lines = str(error).splitlines() or [""]
-            raise ValueError(
-                f"{self.kind} {name}: cannot import {module} ({type(error).__name__}: {lines[0]})"
-            ) from error
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ValueError(f"{self.kind} {name}: cannot import {module} ({reason})") from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 public = [other for other in vars(found) if not other.startswith("_")]

@@ -14,15 +14,13 @@ from typing import Any, Union, get_args, get_origin
 import numpy as np
 
 OTHER_NAMES = {"learning_rate": "lr"}  # what people write, and the name it has here
+Bound = float | None  # None: there is none
 
 
 def suggest(value: Any, allowed: Iterable[str], others: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What to do about a value that is none of those allowed: the nearest one, or all of them.
+    """What to do about a value that is none of those allowed: take the nearest one, or one of all of them.
 
-    Args:
-        value: what was written.
-        allowed: what may be written.
-        others: further names that may be meant, and what to write for each.
+    ``others`` are further names that may be meant, with what to write for each.
     """
     allowed = tuple(allowed)
     names = {name: name for name in allowed} | {other: name for other, name in OTHER_NAMES.items() if name in allowed}
@@ -34,11 +32,7 @@ def suggest(value: Any, allowed: Iterable[str], others: Mapping[str, str] = Mapp
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """The value as a field of that hint holds it: an int where a number is wanted is one, a list is a tuple.
-
-    Raises:
-        ValueError: it is of another kind.
-    """
+    """The value as a field of that hint holds it: an int as a number, a list as a tuple. ValueError: another kind."""
     value = value.item() if isinstance(value, np.generic) else value  # of np.logspace, say
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
@@ -59,12 +53,10 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     if type(value) is hint and hint is not float:
         return value
     spoken = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    wanted = spoken.get(hint, "a mapping")
     if get_origin(hint) is tuple:
         items = {str: "text", float: "numbers", int: "numbers", tuple[int, int]: "pairs, such as [[300, 256]]"}
-        raise ValueError(
-            f"{name} is {without_numpy(value)!r}: it must be a list of {items.get(get_args(hint)[0], 'mappings')}"
-        )
-    wanted = spoken.get(hint, "a mapping")
+        value, wanted = without_numpy(value), f"a list of {items.get(get_args(hint)[0], 'mappings')}"
     raise ValueError(f"{name} is {value!r}: it must be {wanted}")
 
 
@@ -83,13 +75,7 @@ def without_numpy(value: Any) -> Any:
 
 
 def check_range(
-    name: str,
-    value: float | None,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    name: str, value: Bound, *, least: Bound = None, most: Bound = None, above: Bound = None, below: Bound = None
 ) -> None:
     """Raise ValueError unless the number keeps all bounds that are given. None, for a number left out, keeps all."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
@@ -126,17 +112,9 @@ def check_keys(what: str, keys: Iterable[Any], allowed: Iterable[str]) -> None:
 def check_table(
     what: str, values: Any, hints: Mapping[str, Any], required: Iterable[str] = (), *, more_keys: bool = False
 ) -> None:
-    """Check a mapping: its keys, and the types of their values.
+    """Raise ValueError unless it is a mapping with all required keys, whose values have the types of the hints, by key.
 
-    Args:
-        what: what the mapping is, for error messages.
-        values: anything.
-        hints: types of the values, by key.
-        required: keys that must be there.
-        more_keys: whether keys without a hint are allowed.
-
-    Raises:
-        ValueError: it is no mapping, a key is unknown or missing, or a value has another type.
+    ``what`` the mapping is stands in the message. With ``more_keys`` keys without a hint are allowed.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} is {values!r}: it must be a table")

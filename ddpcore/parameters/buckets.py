@@ -49,7 +49,6 @@ class GradientBuckets:
     ``paused`` is true, gradients accumulate locally. Hooks have a weak reference: the caller must keep this object.
 
     Args:
-        flat: the parameters. Their gradients become views of ``flat.grad_LP``.
         on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`. If some of
             these gradients lie elsewhere, it also gets all of them, as :data:`Pieces`.
         on_end: gets the indices of the segments in the order of their gradients. With several learners a segment is
@@ -57,6 +56,7 @@ class GradientBuckets:
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
         in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
+        on_gradient: gets each parameter whose gradient has come, also while paused; None if nobody asks.
     """
 
     def __init__(
@@ -67,25 +67,17 @@ class GradientBuckets:
         *,
         waits: bool = False,
         in_place: Callable[[], bool] = lambda: False,
+        on_gradient: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.flat, self.waits, self._in_place = flat, waits, in_place
+        self.flat, self.waits, self._in_place, self._on_gradient = flat, waits, in_place, on_gradient
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
-        self.paused = False
+        self.paused, self._is_open = False, False
         self.num_paused = 0  # gradients that came while paused
-        self._on_message = on_message
-        self._on_end = on_end
+        self._on_message, self._on_end = on_message, on_end
         self._pass = -1  # autograd's number of the current backward pass
-        self._is_open = False  # whether a pass has begun and not ended
-        self._order: list[int] = []  # segments, when their last row was complete
-        self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
-        self._sent: set[int] = set()  # those whose gradient is final
-        self._rows: set[int] = set()  # learners that had a backward pass
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
-        self._num_missing: list[int] = []  # rows without a final gradient, by segment
-        self._missing: list[int] = []  # segments without a final gradient, by message
-        self._num_sent = 0  # messages of this step
         exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
@@ -101,7 +93,14 @@ class GradientBuckets:
         self._sizes = list(map(sum, zip(*inside, strict=True)))  # in segments, by message
         self.restart()
 
+    @property
+    def lacking_rows(self) -> list[int]:
+        """The rows without a backward pass, if others had one since the last :meth:`restart`."""
+        return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows]
+
     def _hook(self, parameter: Tensor) -> None:
+        if self._on_gradient is not None:
+            self._on_gradient(parameter)
         gradient = parameter.grad
         if self.paused or gradient is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             self.num_paused += self.paused
@@ -212,13 +211,14 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
-        self._is_open = False
-        self._order.clear()
-        self._seen.clear()
-        self._sent.clear()
-        self._rows.clear()
-        self._num_missing = [self.flat.num_rows] * len(self.flat.segments)
-        self._missing, self._num_sent = list(self._sizes), 0
+        self._is_open = False  # whether a pass has begun and not ended
+        self._order: list[int] = []  # segments, when their last row was complete
+        self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
+        self._sent: set[int] = set()  # those whose gradient is final
+        self._rows: set[int] = set()  # learners that had a backward pass
+        self._num_missing = [self.flat.num_rows] * len(self.flat.segments)  # rows without a final gradient, by segment
+        self._missing = list(self._sizes)  # segments without a final gradient, by message
+        self._num_sent = 0  # messages of this step
 
     def _send_next(self) -> None:
         begin, end = self.messages[self._num_sent]
@@ -246,11 +246,6 @@ class GradientBuckets:
                 to = min(at + chunk, last)
                 rows = flat.grad_LP[:, at:to]
                 places = range(segment, num * flat.num_rows, num)
-                yield (
-                    at,
-                    [
-                        own[place][at - start : to - start] if place in own else row
-                        for place, row in zip(places, rows, strict=True)
-                    ],
-                )
+                pairs = zip(places, rows, strict=True)
+                yield at, [own[place][at - start : to - start] if place in own else row for place, row in pairs]
             begin = last

@@ -19,13 +19,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from ddpcore.parameters.hooks import node_hooks
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
 
 def copies_of(model: nn.Module, num: int) -> list[nn.Module]:
     """The model, and full copies of it for the other learners, with hooks, attributes and gradients of parameters.
 
-    Raises:
-        ValueError: Python cannot copy the model, or something of it would still belong to the first learner.
+    ValueError: Python cannot copy the model, or something of it would still belong to the first learner.
     """
     return [model, *(_learner_of(model) for _ in range(1, num))]
 
@@ -54,10 +55,8 @@ def _learner_of(model: nn.Module) -> nn.Module:
 def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy of a model that may keep activations, which torch cannot copy: they are copied without their graph.
 
-    An activation of a finished vmap cannot be read, and becomes an empty tensor.
-
-    Raises:
-        ValueError: Python cannot copy the model, or a function in it would still call the model itself.
+    An activation of a finished vmap cannot be read, and becomes an empty tensor. ValueError: Python cannot copy the
+    model, or a function in it would still call the model itself.
     """
     try:
         copied = _copied(model, _memo_of(model))
@@ -97,18 +96,13 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
         own.requires_grad_(parameter.requires_grad)
-    for module in copied.modules():
-        if is_parametrized(module):
-            _give_own_class(module)
+    for module in filter(is_parametrized, copied.modules()):
+        # A class of its own, because torch keeps parametrizations and their cache in the class.
+        module.__class__ = type(module).__bases__[0]
+        parametrize._inject_new_class(module)
+        for name in cast(nn.ModuleDict, module.parametrizations):
+            parametrize._inject_property(module, name)
     return copied
-
-
-def _give_own_class(module: nn.Module) -> None:
-    """Give a copied module a class of its own, because torch keeps parametrizations and their cache in the class."""
-    module.__class__ = type(module).__bases__[0]
-    parametrize._inject_new_class(module)
-    for name in cast(nn.ModuleDict, module.parametrizations):
-        parametrize._inject_property(module, name)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -128,19 +122,14 @@ def _is_ours(value: Any) -> bool:
     return (getattr(value, "__module__", None) or type(value).__module__ or "").partition(".")[0] == "ddpcore"
 
 
-# ---- functions that belong to one model ----
-
-
 def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
     """Raise ValueError if a function in a copy holds a part of the model: Python copies no functions."""
     parts = [*model.modules(), *model.parameters(), *model.buffers()]
     own = set(map(id, parts))
-    modules = [(f"module {name}" if name else "the model", vars(module)) for name, module in copied.named_modules()]
-    parameters = [
-        (f"parameter {name}", {kind: _hooks_of(parameter, kind) for kind in _PARAMETER_HOOKS})
-        for name, parameter in copied.named_parameters()
-    ]
-    for place, attributes in modules + parameters:
+    places = [(f"module {name}" if name else "the model", vars(module)) for name, module in copied.named_modules()]
+    for name, one in copied.named_parameters():
+        places.append((f"parameter {name}", {kind: _hooks_of(one, kind) for kind in _PARAMETER_HOOKS}))
+    for place, attributes in places:
         for key, value in attributes.items():
             if key not in _REGISTERED and _holds(value, own):
                 raise ValueError(
@@ -148,10 +137,6 @@ def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
                     "weights: make it a method, or take the module from the function's arguments, or set it on each "
                     "of handle.models after distribute()"
                 )
-
-
-_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
 
 def _holds(value: Any, own: set[int]) -> bool:

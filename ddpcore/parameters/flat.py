@@ -49,22 +49,20 @@ class FlatParameters:
     ``state_dict`` stay the same. ``.grad`` stays None until a gradient is gathered.
 
     Args:
-        learners: for each learner (name, parameter) pairs, as from ``model.named_parameters()``, alike for all. Those
-            that need no gradient are left alone. A parameter that appears twice (tied weights) is taken once.
-        bucket_bytes: the size of the largest bucket of gradients.
-        first_bucket_bytes: the size of the first bucket; a smaller one starts communication earlier.
+        learners: for each learner ``model.named_parameters()``, alike for all. Those that need no gradient are left
+            alone. One that appears twice (tied weights) is taken once.
+        bucket_bytes, first_bucket_bytes: the sizes of the largest bucket of gradients and of the first one, which
+            starts communication earlier if it is smaller.
         allocate: returns zeros of ``(shape, dtype, device)`` for the buffers. :meth:`reorder` calls it again.
         shards: if all parameters are DTensors, of one learner. The buffers hold their local parts then, and
             ``grad_views`` are DTensors.
         sends_gradients: whether other ranks get columns of ``grad_LP``. Else it is allocated when something reads it.
 
-    Attributes:
-        names: of the S parameters of one learner, in the order of the row; ``segments`` has their places.
-        parameters: of all learners, the S of learner 0 first. ``param_views`` and ``grad_views`` have their order.
+    ``names`` and ``segments`` are of one learner's parameters, in the order of the row. ``parameters`` are those of all
+    learners, those of learner 0 first; ``param_views`` and ``grad_views`` have their order.
 
-    Raises:
-        ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse,
-            complex, of 8 bits, not dense, or overlaps another one in memory.
+    ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse, complex,
+    of 8 bits, not dense, or overlaps another one in memory.
     """
 
     param_LP: Tensor
@@ -126,10 +124,8 @@ class FlatParameters:
 
     def stacks_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view ``[L, *S]`` per segment, of all learners, of any buffer with the layout of ``param_LP``."""
-        start, step = int(buffer_LP.storage_offset()), buffer_LP.stride(0)
-        return tuple(
-            buffer_LP.as_strided((len(buffer_LP), *s.shape), (step, *s.stride), start + s.offset) for s in self.segments
-        )
+        num, start, step = len(buffer_LP), int(buffer_LP.storage_offset()), buffer_LP.stride(0)
+        return tuple(buffer_LP.as_strided((num, *s.shape), (step, *s.stride), start + s.offset) for s in self.segments)
 
     def offsets_of(self, parameters: Sequence[Tensor]) -> list[int]:
         """The index in its row of the first element of each of these parameters."""
@@ -160,13 +156,10 @@ class FlatParameters:
             self._repoint(own)
 
     def gather_grads(self, left: Container[int] = ()) -> bool:
-        """Copy every ``.grad`` into ``grad_LP`` and replace it by its view.
+        """Copy every ``.grad`` into ``grad_LP`` and replace it by its view. Returns whether every parameter has one.
 
-        Args:
-            left: indices of parameters to skip; their part of ``grad_LP`` is undefined.
-
-        Returns:
-            Whether every parameter has a gradient. A missing one stays None, and its part of ``grad_LP`` is zero.
+        A missing one stays None, and its part of ``grad_LP`` is zero. That of parameters whose index is in ``left`` is
+        undefined.
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True
@@ -198,15 +191,11 @@ class FlatParameters:
         return gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
 
     def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-        """Add all learners' gradients to ``grad_LP``, as autograd adds each of them to ``.grad``.
+        """Add all learners' gradients, ``[L, *S]`` of each segment, to ``grad_LP``, as autograd adds each to ``.grad``.
 
-        Args:
-            parameters: the attribute of this name, when the graph was made.
-            grads: a gradient ``[L, *S]`` for each segment.
-
-        Returns:
-            False if autograd must do it, and nothing has changed: a gradient is missing, a parameter was frozen, or has
-            a hook or a ``.grad`` of its own, or the layout has changed.
+        ``parameters`` is the attribute of this name, when the graph was made. Returns False if autograd must do it, and
+        nothing has changed: a gradient is missing, a parameter was frozen, or has a hook or a ``.grad`` of its own, or
+        the layout has changed.
         """
         given = [grad for grad in grads if grad is not None]
         if parameters is not self.parameters or len(given) < len(grads):
@@ -221,10 +210,7 @@ class FlatParameters:
             return False
         if self.current_grad_pointers() != self.grad_pointers:
             return False
-        if is_new:
-            torch._foreach_copy_(self._grad_stacks, given)
-        else:
-            torch._foreach_add_(self._grad_stacks, given)
+        (torch._foreach_copy_ if is_new else torch._foreach_add_)(self._grad_stacks, given)
         torch.autograd.graph.increment_version(self.grad_views)
         if is_new:
             for parameter, view in zip(parameters, self.grad_views, strict=True):
@@ -324,11 +310,12 @@ class FlatParameters:
         segments, offset = [], 0
         for name, (shape, stride), room in zip(self.names, layouts, rooms, strict=True):
             segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-            offset += _aligned(room)
+            offset += -(-room // ALIGNMENT) * ALIGNMENT
         self.segments = tuple(segments)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._known_views: dict[int, _BufferViews] = {}
-        self._set_views(self._views_at(self._new((self.num_rows, offset), values[0].dtype, values[0].device)))
+        rows_LP = self._new((self.num_rows, offset), values[0].dtype, values[0].device)
+        self.param_LP, self.param_views, self.param_pointers = self._views_at(rows_LP)
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)
             parameter.grad = None
@@ -366,7 +353,7 @@ class FlatParameters:
         return rows_LP, views, tuple(view.data_ptr() for view in views)
 
     def _repoint(self, place: _BufferViews) -> None:
-        self._set_views(place)
+        self.param_LP, self.param_views, self.param_pointers = place
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
             self._put(parameter, view)
 
@@ -376,23 +363,14 @@ class FlatParameters:
         else:
             self.shards.move(parameter, view)
 
-    def _set_views(self, place: _BufferViews) -> None:
-        self.param_LP, self.param_views, self.param_pointers = place
-
 
 # What sys.getrefcount says of a view that only a tuple holds.
 _UNUSED = max(map(sys.getrefcount, (torch.zeros(0, dtype=torch.float32, device="cpu"),)))
-
-
 _SPARSE = "a gradient is sparse and flat buffers are dense: use nn.Embedding(sparse=False)"
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]]:
@@ -402,17 +380,12 @@ def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]
     """
     if min(size, first_size) < ALIGNMENT:
         raise ValueError(f"a bucket must have at least {ALIGNMENT} elements, the alignment")
-    buckets: list[tuple[int, int]] = []
-    begin = 0
-    while begin < numel:
-        largest = (size if buckets else first_size) // ALIGNMENT * ALIGNMENT
-        buckets.append((begin, min(numel, begin + largest)))
-        begin = buckets[-1][1]
-    return buckets
+    size, first = (one // ALIGNMENT * ALIGNMENT for one in (size, first_size))
+    begins = [0, *range(first, numel, size)] if numel else []
+    return list(pairwise([*begins, numel]))
 
 
 def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
-    """The parameters that need a gradient, each once."""
     seen: dict[int, tuple[str, Parameter]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad:
@@ -421,14 +394,8 @@ def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda d: (d[1], d[0])):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    """Whether no element overlaps another one or a gap. Only then does torch give a new tensor the same strides."""
+    return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -458,12 +425,9 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
                 "bits: convert it, or freeze it with requires_grad_(False)"
             )
         if not _is_dense(parameter):
-            raise ValueError(
-                f"parameter {name} is not dense in memory: use parameter.data = parameter.data.contiguous()"
-            )
-        start = parameter.data_ptr()
-        spans.append((start, start + parameter.numel() * parameter.element_size(), name))
-    spans.sort()
-    for (_, end, name), (start, _, other) in pairwise(spans):
+            advice = "use parameter.data = parameter.data.contiguous()"
+            raise ValueError(f"parameter {name} is not dense in memory: {advice}")
+        spans.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
         if start < end:
             raise ValueError(f"parameters {name} and {other} share memory: tie weights by sharing one Parameter object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
+from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from typing_extensions import override
 
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
@@ -23,9 +26,6 @@ class LearnerModels(nn.Module):
     Each learner is an ordinary model: hooks, Python state and buffers are its own, and it may be called by itself.
 
     Args:
-        models: one per learner, alike.
-        flat: their parameters, row j of learner j.
-        rows: the learners that the next call runs: all, except inside a loop over :meth:`split`.
         vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
             the bits of a real learner. None chooses vmap for plain models if it makes their step faster
             (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
@@ -38,10 +38,9 @@ class LearnerModels(nn.Module):
         # torch.compile(handle.model) compiles the models that are called here.
         exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
         self.models = nn.ModuleList(models)
-        self._flat = flat
-        self._rules = VmapRules(self.models, flat)
+        self._flat, self._rules = flat, VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
-        self.rows = range(len(self.models))
+        self.rows = range(len(self.models))  # learners that the next call runs: all, except in a loop over split()
         self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
         self.vectorize = vectorize
         self._wants_vmap, self._why = bool(vectorize), f"vectorize={vectorize!r}"
@@ -74,11 +73,25 @@ class LearnerModels(nn.Module):
         finally:
             self.rows, self._in_vmap = range(num), None
 
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of all learners.
+
+        Raises:
+            RuntimeError: ``clip_grad_norm_`` asks for them, which would take one norm of all learners' gradients.
+        """
+        code = sys._getframe(1).f_code
+        if len(self.models) > 1 and code.co_name == "clip_grad_norm_" and code.co_filename == clip_grad.__file__:
+            raise RuntimeError(
+                "clip_grad_norm_ would clip by one norm of the gradients of all learners: call "
+                "handle.clip_grad_norm_(max_norm), which clips those of each learner"
+            )
+        yield from super().parameters(recurse)
+
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Learner j gets ``x[j]`` of every tensor x in the arguments, and other values as they are.
 
-        Returns:
-            The learners' outputs: tensors in them are stacked, other values are lists with one item per learner.
+        In the learners' outputs tensors are stacked, and other values are lists with one item per learner.
         """
         num = len(self.rows)
         is_one = not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor)
@@ -92,18 +105,16 @@ class LearnerModels(nn.Module):
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
-        if self.runs_in_vmap() if self._in_vmap is None else self._in_vmap:
-            return self._together(inputs, named_inputs)
-        return self._in_turn(inputs, named_inputs)
+        in_vmap = self.runs_in_vmap() if self._in_vmap is None else self._in_vmap
+        return (self._together if in_vmap else self._in_turn)(inputs, named_inputs)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
         first, models = self.rows.start, [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
-        num_segments, param_LP = len(flat.segments), flat.param_LP[first : self.rows.stop]
-        parameters = flat.parameters
+        num, param_LP, parameters = len(flat.segments), flat.param_LP[first : self.rows.stop], flat.parameters
         if len(models) < len(self.models):
-            parameters = parameters[first * num_segments : self.rows.stop * num_segments]
+            parameters = parameters[first * num : self.rows.stop * num]
         rows = _Rows.apply(token, flat, parameters, *flat.stacks_of(param_LP), *parameters)
         stacks = dict(zip(self._rules.names, rows, strict=True))
         own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]

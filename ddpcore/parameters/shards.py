@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,9 +71,8 @@ class Shards:
 
     def replicas(self, parameter: Tensor) -> int:
         """How many ranks of the learner hold the same shard of a parameter."""
-        mesh, num = mesh_of(parameter), 1
-        for dim, placement in enumerate(placements_of(parameter)):
-            num *= int(mesh.size(dim)) if placement.is_replicate() else 1
+        mesh, placements = mesh_of(parameter), enumerate(placements_of(parameter))
+        num = math.prod(int(mesh.size(dim)) for dim, placement in placements if placement.is_replicate())
         return num * (int(self.mesh.size()) // int(mesh.size()))
 
     @property

@@ -117,9 +117,10 @@ class VmapRules:
         pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
         self._alike = self._alike and all(_computes_alike(*pair) for pair in pairs)
         pairs = pairs if self._alike else []
-        self._plain = self._alike and all(map(_vectorizes, first)) and all(_has_equal(*pair) for pair in pairs)
-        self._loose = [(one, other, name) for one, other in pairs for name in _public(one) if one is not other]
-        self._loose = [loose for loose in self._loose if not _decides(*(vars(m)[loose[2]] for m in loose[:2]))]
+        named = [(one, other, name) for one, other in pairs for name in _public(one) if one is not other]
+        values = [(vars(one)[name], vars(other)[name]) for one, other, name in named]
+        self._plain = self._alike and all(map(_vectorizes, first)) and all(_is_equal_value(*two) for two in values)
+        self._loose = [place for place, two in zip(named, values, strict=True) if not _decides(*two)]
         self._getters = [itemgetter("training", *_public(module)) for module in first] if self._alike else []
         self._facts = self._read_facts(attributes)
 
@@ -185,11 +186,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return False
-
-
-def _has_equal(first: nn.Module, other: nn.Module) -> bool:
-    """Whether all attributes of two modules are known to be equal."""
-    return all(_is_equal_value(vars(first)[name], vars(other)[name]) for name in _public(first))
 
 
 def _vectorizes(module: nn.Module) -> bool:

@@ -45,7 +45,11 @@ MODEL = "model.safetensors"  # the averaged model at the end
 CHECKPOINTS = "checkpoints"  # a folder
 ADDRESS = "join.json"  # while a run lasts that new ranks can join
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
-KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
+_LISTS = {  # kind of a line -> the attribute of a record that has all of this kind
+    "resume": "resumed",
+    "epoch": "epochs",
+    **{kind: kind for kind in ("statistics", "hessian", "nonfinite", "members")},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,38 +97,22 @@ class RunRecord:
 
     @classmethod
     def read(cls, out: Path) -> RunRecord:
-        """The record in a run's folder.
-
-        Raises:
-            ValueError: there is no record, or nothing of it is left.
-        """
+        """The record in a run's folder. ValueError: there is no record, or nothing of it is left."""
         path = Path(out) / RECORD
         found = read_lines(path)
-        lines = {kind: [row for row in found.rows if row.get("kind") == kind] for kind in KINDS}
-        of = {kind: [row for row in rows if has_step(row)] for kind, rows in lines.items()}
+        header = next((row for row in found.rows if row.get("kind") == "run"), {})
         if not found.rows and found.problems:
             raise ValueError(found.problems[0])
-        if found.rows and not lines["run"] and not found.problems:
+        if found.rows and not header and not found.problems:
             raise ValueError(f"{shown(path)}: no line is of kind run: the file is damaged")
         if not found.rows:
             raise ValueError(f"{shown(path)}: there is no record of a run: train into this folder first")
-        return cls(
-            path=path,
-            header=_header((lines["run"] or [{}])[0]),
-            resumed=of["resume"],
-            epochs=of["epoch"],
-            statistics=of["statistics"],
-            final=(of["end"] or [{}])[-1],
-            hessian=of["hessian"],
-            nonfinite=of["nonfinite"],
-            members=of["members"],
-            problems=found.problems,
-        )
-
-
-def _header(line: dict[str, Any]) -> dict[str, Any]:
-    config = line.get("config")
-    return {**line, "config": nested(config)} if isinstance(config, dict) else line
+        if isinstance(config := header.get("config"), dict):
+            header = {**header, "config": nested(config)}
+        rows = [row for row in found.rows if has_step(row)]
+        of = {kind: [row for row in rows if row.get("kind") == kind] for kind in (*_LISTS, "end")}
+        lists: dict[str, Any] = {name: of[kind] for kind, name in _LISTS.items()}
+        return cls(path=path, header=header, final=(of["end"] or [{}])[-1], problems=found.problems, **lists)
 
 
 def has_step(line: dict[str, Any]) -> bool:

@@ -23,19 +23,12 @@ Results = Mapping[tuple[str, int], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A statement of a source, and the predicate that decides whether it holds.
-
-    Attributes:
-        text: the statement.
-        source: who makes it.
-        predicate: see :mod:`ddpcore.experiments.claims`.
-        a_core_per_rank: it is about the speed of ranks, so it is void where they outnumbered the cores.
-    """
+    """A statement of a source, and the predicate that decides whether it holds."""
 
     text: str
     source: str
-    predicate: str
-    a_core_per_rank: bool = False
+    predicate: str  # see ddpcore.experiments.claims
+    a_core_per_rank: bool = False  # it is about the speed of ranks, so it is void where they outnumbered the cores
 
 
 CLAIM = get_type_hints(Claim)
@@ -106,14 +99,8 @@ def read_manifest(folder: Path, check_claim: Callable[[str], None] = lambda pred
     """study, title, question, source, notes, metrics, charts, claims, published, scale, set, seeds, and rows.
 
     ``published`` has all rows of the study. ``rows`` has those that were selected: config (with seed 0 and without
-    data_dir), published, about, ranks, hosts and kill_rank of each.
-
-    Args:
-        folder: of the study.
-        check_claim: raises ValueError if the predicate of a claim is wrong.
-
-    Raises:
-        ValueError: there is no manifest, or it is damaged.
+    data_dir), published, about, ranks, hosts and kill_rank of each. ``check_claim`` raises ValueError if a predicate is
+    wrong. ValueError: there is no manifest, or it is damaged.
     """
     path = folder / MANIFEST
     try:
@@ -172,6 +159,5 @@ def _are_curves(curves: Any) -> bool:
     if not isinstance(curves, dict) or (curves and not curves.keys() >= {"step", *CURVES}):
         return False
     lists = list(curves.values())
-    return all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists) and all(
-        is_finite(value) or value is None for one in lists for value in one
-    )
+    are_lists = all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists)
+    return are_lists and all(is_finite(value) or value is None for one in lists for value in one)

@@ -86,27 +86,22 @@ class Surface:
         """Take the points of a file. ValueError if it is another landscape."""
         same = saved.settings == self.settings and list(saved.values) == list(self.values)
         if not (same and np.array_equal(saved.x, self.x) and np.array_equal(saved.y, self.y)):
-            raise ValueError(
-                f"{shown(path)} holds another landscape (plane, coordinates or settings): take another file or folder"
-            )
+            other = "another landscape (plane, coordinates or settings)"
+            raise ValueError(f"{shown(path)} holds {other}: take another file or folder")
         self.values, self.done = saved.values, saved.done
 
     def level_radius(self, rise: float) -> float:
         """The radius of a circle with the area in which the loss is at most ``rise`` above the lowest one.
 
         Between the points the loss is linear. An area that reaches the border is cut off there, and NaN counts as high.
-
-        Raises:
-            ValueError: points are missing, or no point has a finite loss.
+        ValueError: points are missing, or no point has a finite loss.
         """
         if not self.done.all():
             raise ValueError(f"{int((~self.done).sum())} points of the landscape are missing: compute them first")
         loss = np.where(np.isfinite(self.loss), self.loss, np.inf)
         if not np.isfinite(loss).any():
             raise ValueError("no point of the landscape has a finite loss")
-        high = loss.min() + rise
-        area = 0.0
-        weights = (np.arange(_FINE) + 0.5) / _FINE
+        high, area, weights = loss.min() + rise, 0.0, (np.arange(_FINE) + 0.5) / _FINE
         for row, height in enumerate(np.diff(self.y)):
             with np.errstate(invalid="ignore"):
                 edges = loss[row][None] * (1 - weights)[:, None] + loss[row + 1][None] * weights[:, None]
@@ -118,10 +113,8 @@ class Surface:
     def sharpness(self, radius: float, center: tuple[float, float] = (0.0, 0.0)) -> float:
         """``100 (max L - L(center)) / (1 + L(center))`` over the points within ``radius`` (Keskar et al. 2016).
 
-        The ball is a disc in the plane. NaN if a point within the radius has no finite loss.
-
-        Raises:
-            ValueError: the center is no point of the landscape.
+        The ball is a disc in the plane. NaN if a point within the radius has no finite loss. ValueError: the center is
+        no point of the landscape.
         """
         apart = np.hypot(self.x[None, :] - center[0], self.y[:, None] - center[1])
         if apart.min() > 1e-6 * (np.ptp(self.x) + np.ptp(self.y)):
@@ -186,15 +179,9 @@ def _surface_of(file: Any) -> Surface:
     if any(found.shape != (len(y), len(x)) for found in (*values.values(), done)):
         raise ValueError(f"its arrays do not have the shape {[len(y), len(x)]}")
     marks = {name[5:]: file.attrs[name] for name in file.attrs if name.startswith("mark ")}
-    return Surface(
-        x=x,
-        y=y,
-        values=values,
-        done=done,
-        about=plain(str(file.attrs.get("about", ""))),
-        settings=str(file.attrs.get("settings", "")),
-        marks={plain(name): (float(point[0]), float(point[1])) for name, point in marks.items()},
-    )
+    about, settings = (str(file.attrs.get(name, "")) for name in ("about", "settings"))
+    points = {plain(name): (float(point[0]), float(point[1])) for name, point in marks.items()}
+    return Surface(x=x, y=y, values=values, done=done, about=plain(about), settings=settings, marks=points)
 
 
 def _array(file: Any, name: str) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from ddpcore.options.command_line import parse
+from ddpcore.options.command_line import RUNS, parse
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import check, field
 from ddpcore.report.sources import Sources, read_sources
@@ -17,18 +17,11 @@ from ddpcore.storage.limits import plain, shown
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Write one HTML page about runs, studies and bench results.
-
-    Raises:
-        ValueError: an option has a value that is not allowed.
-    """
+    """Write one HTML page about runs, studies and bench results."""
 
     EXAMPLE = "ddpcore report runs/first --out report.html"
 
-    runs: Sequence[Path] = field(
-        MISSING, "folders of runs or of studies, and JSON files of benches", positional=True, nargs="+", type=Path,
-        metavar="RUN",
-    )  # fmt: skip
+    runs: Sequence[Path] = field(MISSING, "folders of runs or of studies, and JSON files of benches", **RUNS)
     out: Path = field(Path("report.html"), "the page to write", is_file=True)
     by: Sequence[str] = field(
         (), "group the runs by these fields, such as strategy, in place of all that differ", nargs="+", type=str,
@@ -45,8 +38,7 @@ class ReportOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page. Returns 0, or 1 if something named could not be shown, 2 if the command is wrong."""
     try:
-        about = (ReportOptions.__doc__ or "").splitlines()[0]
-        options = parse(ReportOptions, argv, prog="ddpcore report", description=about)
+        options = parse(ReportOptions, argv, prog="ddpcore report")
         with extra("report"):
             return _write(options)
     except (ValueError, OSError) as error:
@@ -76,12 +68,9 @@ def _write(options: ReportOptions) -> int:
 
 
 def _count(sources: Sources) -> str:
-    found = (
-        (sources.runs, "run", "runs"),
-        (sources.studies, "study", "studies"),
-        (sources.benches, "bench", "benches"),
-    )
-    return ", ".join(f"{len(items)} {one if len(items) == 1 else many}" for items, one, many in found if items)
+    words = {"runs": "run", "studies": "study", "benches": "bench"}
+    counts = [(len(getattr(sources, many)), one, many) for many, one in words.items()]
+    return ", ".join(f"{num} {one if num == 1 else many}" for num, one, many in counts if num)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,19 @@ RISE = 0.1  # of the loss, for the width of a level set
 _METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
 
 
-def curvature_sections(runs: Sequence[Run], names: Sequence[str], colors: Sequence[int]) -> list[Section]:
+def curvature_sections(runs: Sequence[Run], colors: Sequence[int]) -> list[Section]:
     """The Hessian along the runs, and their landscapes, with one scale of colours for each plane and metric."""
-    return [_hessian(runs, names, colors), _landscapes(runs, names)]
+    return [_hessian(runs, colors), _landscapes(runs)]
 
 
-def _hessian(runs: Sequence[Run], names: Sequence[str], colors: Sequence[int]) -> Section:
+def _hessian(runs: Sequence[Run], colors: Sequence[int]) -> Section:
     def chart(title: str, y_label: str, value: Callable[[dict[str, Any]], Number], note: str = "") -> Chart:
         series = []
-        for run, name, color in zip(runs, names, colors, strict=True):
+        for run, color in zip(runs, colors, strict=True):
             points = [(line["step"], value(line)) for line in run.hessian]
             if any(found is not None for _, found in points):
                 x, y = zip(*points, strict=True)
-                series.append(Series(name=name, x=x, y=y, style="line+points", color=color))
+                series.append(Series(name=run.label, x=x, y=y, style="line+points", color=color))
         return Chart(title=title, x_label="step", y_label=y_label, series=series, note=note)
 
     alike = "The number that {} alike in all directions would have is 1 / P for each eigenvector, with P weights."
@@ -57,12 +57,9 @@ def _sum(values: Any) -> Number:
     return None if None in numbers else sum(value for value in numbers if value is not None)
 
 
-def _landscapes(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _landscapes(runs: Sequence[Run]) -> Section:
     planes = sorted({stem for run in runs for stem in run.landscapes})
-    found: dict[str, dict[str, Surface]] = {
-        plane: {name: run.landscapes[plane] for run, name in zip(runs, names, strict=True) if plane in run.landscapes}
-        for plane in planes
-    }
+    found = {plane: {run.label: run.landscapes[plane] for run in runs if plane in run.landscapes} for plane in planes}
     charts = []
     for plane, surfaces in found.items():
         for metric, title in _METRICS.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ddpcore.display.chart import Number, finite
@@ -24,14 +25,9 @@ RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has re
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Runs that are shown as one.
+    """Runs that are shown as one."""
 
-    Attributes:
-        name: the fields in which the groups differ, with their values.
-        runs: of this group.
-    """
-
-    name: str
+    name: str  # the fields in which the groups differ, with their values
     runs: Sequence[Run]
 
     def values(self, key: str) -> list[float]:
@@ -43,12 +39,8 @@ class Group:
 def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
     """The groups, in the order of their first runs.
 
-    Args:
-        runs: in any order.
-        by: fields of the config that tell the groups apart; (): all that differ, but for the seed.
-
-    Raises:
-        ValueError: no run has a field of ``by``.
+    Fields of the config, ``by``, tell the groups apart; (): all that differ, but for the seed. ValueError: no run has
+    such a field.
     """
     configs = [config_of(run) for run in runs]
     keys = by or differing(configs)
@@ -72,22 +64,17 @@ def config_of(run: Run) -> dict[str, Any]:
     num = given.get("strategy.learners")  # with more than MOST_DRAWN, no topology is recorded
     is_recorded = "topology" in run.header and isinstance(num, int) and num <= MOST_DRAWN
     has_none = is_recorded and run.header["topology"] is None
-    left_out = ("run.seed", *BOOKKEEPING)
-    return {
-        key: value
-        for key, value in given.items()
-        if key not in left_out and not (has_none and f"{key}.".startswith(f"{_TOPOLOGY}."))
-    }
+    left_out = {"run.seed", *BOOKKEEPING, *(key for key in given if has_none and f"{key}.".startswith(f"{_TOPOLOGY}."))}
+    return {key: value for key, value in given.items() if key not in left_out}
 
 
 def differing(configs: Sequence[dict[str, Any]]) -> list[str]:
     """The fields in which configs differ, the main ones first. Another version may lack a field, but not an option."""
-    keys = dict.fromkeys([*_MAIN, *(key for config in configs for key in config)])
-    return [
-        key
-        for key in keys
-        if len({text_of(config.get(key)) for config in configs if key in config or key not in _FIELDS}) > 1
-    ]
+
+    def num_values(key: str) -> int:
+        return len({text_of(config.get(key)) for config in configs if key in config or key not in _FIELDS})
+
+    return [key for key in dict.fromkeys([*_MAIN, *chain(*configs)]) if num_values(key) > 1]
 
 
 def constants(configs: Sequence[dict[str, Any]]) -> str:
@@ -138,25 +125,19 @@ def sentences(groups: Sequence[Group]) -> list[str]:
     key, order = ranked(groups)
     title = key.replace("train_", "training ")
     found = [group for group in order if group.values(key)]
-    texts = [
-        f"{spread_of(values)} ({len(values)} run{'s' * (len(values) > 1)})"
-        for values in (one.values(key) for one in found)
-    ]
-    lines = []
+    of_groups, lines = [group.values(key) for group in found], []
+    texts = [f"{spread_of(values)} ({len(values)} run{'s' * (len(values) > 1)})" for values in of_groups]
     if len(found) == 1:
         lines.append(f"{found[0].name}: {title} {texts[0]}.")
     elif found:
-        (best, other), word = (
-            [group.values(key) for group in found[:2]],
-            "highest" if RESULTS[key] is max else "lowest",
-        )
+        best, other, *_ = of_groups
+        word = "highest" if RESULTS[key] is max else "lowest"
         apart = min(best) > max(other) if RESULTS[key] is max else max(best) < min(other)
         verdict = "each of its runs is better than each of theirs" if apart else "the runs of both overlap"
         verdict = verdict if len(best) > 1 < len(other) else "a single run has no spread, so repeat with other seeds"
-        lines.append(
-            f"{found[0].name} has the {word} {title}: {texts[0]}. Next is {found[1].name}: {texts[1]}; {verdict}."
-        )
-    diverged = {group.name: sum(bool(run.final.get("diverged")) for run in group.runs) for group in groups}
-    lines += [f"Diverged: {num} of {len(group.runs)} runs of {group.name}."
-              for group in groups if (num := diverged[group.name])]  # fmt: skip
+        first = f"{found[0].name} has the {word} {title}: {texts[0]}."
+        lines.append(f"{first} Next is {found[1].name}: {texts[1]}; {verdict}.")
+    for group in groups:
+        if num := sum(bool(run.final.get("diverged")) for run in group.runs):
+            lines.append(f"Diverged: {num} of {len(group.runs)} runs of {group.name}.")
     return lines

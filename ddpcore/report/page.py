@@ -17,7 +17,7 @@ from ddpcore.display.picture import svg_of
 from ddpcore.display.table import plain_lines
 from ddpcore.report.curvature import curvature_sections
 from ddpcore.report.groups import grouped
-from ddpcore.report.runs import labels, run_sections
+from ddpcore.report.runs import run_sections
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Sources
 from ddpcore.report.studies import compare_all, study_section
@@ -39,24 +39,18 @@ def page_of(sections: Sequence[Section]) -> str:
 
 
 def sections_of(sources: Sources, by: Sequence[str] = ()) -> list[Section]:
-    """All sections of the page. A part that cannot be shown is a problem in its place, and the others are shown.
+    """All sections of the page; ``by`` as in :func:`ddpcore.report.groups.grouped`.
 
-    Args:
-        sources: what to show.
-        by: the fields of the config by which runs are grouped, see :func:`ddpcore.report.groups.grouped`.
-
-    Raises:
-        ValueError: no run has a field of ``by``.
+    A part that cannot be shown is a problem in its place, and the others are shown.
     """
     groups = grouped(sources.runs, by)
     comparisons, problems = compare_all(sources.studies) if sources.studies else ([], [])
     sections = [Section(title="Not shown", problems=[*sources.problems, *problems])]
-    names = labels(sources.runs)
     colors = [number for run in sources.runs for number, group in enumerate(groups) if run in group.runs]
     sections += _guarded("the runs", run_sections, sources.runs, groups)
-    sections += _guarded("the curvature of the runs", curvature_sections, sources.runs, names, colors)
-    for run, name in zip(sources.runs, names, strict=True):
-        sections += _guarded(f"the recorded steps of {name}", timeline_sections, run, name)
+    sections += _guarded("the curvature of the runs", curvature_sections, sources.runs, colors)
+    for run in sources.runs:
+        sections += _guarded(f"the recorded steps of {run.label}", timeline_sections, run)
     for comparison in comparisons:
         sections += _guarded(comparison["study"], study_section, comparison)
     for name, result in sources.benches.items():
@@ -65,11 +59,7 @@ def sections_of(sources: Sources, by: Sequence[str] = ()) -> list[Section]:
 
 
 def bench_section(name: str, result: dict[str, Any]) -> Section:
-    """The section of a bench result, of a file of this name.
-
-    Raises:
-        ValueError: no bench writes such a result, or a part of it is missing.
-    """
+    """The section of the bench result of a file. ValueError: no bench writes such a result, or a part is missing."""
     kind = kind_of(result)
     if kind is None:
         raise ValueError(f"{shown(name)} is not the result of a bench that this version knows: run the bench again")

@@ -15,7 +15,6 @@ from ddpcore.options.keys import get
 from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
-from ddpcore.storage.limits import plain
 from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.
@@ -28,6 +27,8 @@ _SPREAD = "Several seeds are one curve: their mean, with a band from the smalles
 _INTERVALS = "The band of a single run is the recorded interval. Where one end is open, there is no band."
 _DISTANCE = "distance from the mean"
 _ROUNDING = 1e-5  # a consensus distance below this part of the largest one is not drawn
+Rows = Callable[[Run], Sequence[dict[str, Any]]]
+Value = Callable[[dict[str, Any]], Any]
 _PLACES = {"processes": "ranks", "communication": "communication", "torch": "torch", "python": "python"}
 
 
@@ -35,47 +36,31 @@ def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
     """What came out, and all curves; groups are numbered alike in every chart, and keep their colour."""
     if not runs:
         return []
-    names = labels(runs)
-    sections = [_about(runs, names, groups), _curves(groups), _statistics(groups), _losses(runs, names)]
-    sections.append(_topologies(groups))
+    sections = [_about(runs, groups), _curves(groups), _statistics(groups), _losses(runs), _topologies(groups)]
     return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: its folder's name, or its path if two folders have the same name."""
-    short = [run.path.parent.resolve().name for run in runs]
-    return [plain(name if short.count(name) == 1 else run.name) for name, run in zip(short, runs, strict=True)]
-
-
-def _about(runs: Sequence[Run], names: Sequence[str], groups: Sequence[Group]) -> Section:
+def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:
     key, order = ranked(groups)
     columns = {name.replace("_", " "): name for name in (key, "best_accuracy", "train_loss", "total_seconds")}
     columns = {title: name for title, name in columns.items() if any(group.values(name) for group in groups)}
-    rows = [
-        [
-            group.name,
-            *(spread_of(group.values(name)) for name in columns.values()),
-            str(len(group.runs)),
-            _states(group),
-        ]
-        for group in order
-    ]
-    of_runs = {run.path: group.name for group in groups for run in group.runs}
-    each = [
-        [name, of_runs[run.path], text_of(get(run.header["config"], "run.seed")), state_of(run),
-         *(text_of(_rounded(_last(run).get(one))) for one in ("step", *columns.values())),
-         text_of(run.header.get("date"))]
-        for run, name in zip(runs, names, strict=True)
-    ]  # fmt: skip
+    rows = []
+    for group in order:
+        results = [spread_of(group.values(name)) for name in columns.values()]
+        rows.append([group.name, *results, str(len(group.runs)), _states(group)])
+    of_runs, each = {run.path: group.name for group in groups for run in group.runs}, []
+    for run in runs:
+        seed, date = text_of(get(run.header["config"], "run.seed")), text_of(run.header.get("date"))
+        results = [text_of(_rounded(_last(run).get(one))) for one in ("step", *columns.values())]
+        each.append([run.label, of_runs[run.path], seed, state_of(run), *results, date])
     problems = [problem for run in runs for problem in run.problems]
     lines = [*sentences(groups), f"The same in all runs: {constants([config_of(run) for run in runs])}."]
-    lines += [f"{name} was resumed after step {line['step']}." for run, name in zip(runs, names, strict=True)
-             for line in run.resumed]  # fmt: skip
-    lines += [f"{name}: {line.get('text')}." for run, name in zip(runs, names, strict=True) for line in run.members]
+    lines += [f"{run.label} was resumed after step {line['step']}." for run in runs for line in run.resumed]
+    lines += [f"{run.label}: {line.get('text')}." for run in runs for line in run.members]
     headings = ["what differs" if len(groups) > 1 else "runs of", *columns, "runs", "state"]
-    tables = [TableData(title="", headings=headings, rows=rows), *_flatness(runs, names)]
+    tables = [TableData(title="", headings=headings, rows=rows), *_flatness(runs)]
     headings = ["run", "of", "seed", "state", "step", *columns, "date"]
-    folded = [TableData(title="Each run", headings=headings, rows=each, num_left=2), _where(runs, names)]
+    folded = [TableData(title="Each run", headings=headings, rows=each, num_left=2), _where(runs)]
     return Section(title="Result", lines=lines, tables=tables, folded=folded, problems=problems)
 
 
@@ -88,17 +73,17 @@ def _states(group: Group) -> str:
     return ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts.items())
 
 
-def _where(runs: Sequence[Run], names: Sequence[str]) -> TableData:
+def _where(runs: Sequence[Run]) -> TableData:
     """Machines and versions; equal ones are one row."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for run, name in zip(runs, names, strict=True):
+    for run in runs:
         header = run.header
         machine = (
             f"{text_of(header.get('device'))}, {text_of(header.get('cores'))} cores",
             *(text_of(header.get(key)) for key in _PLACES.values()),
             f"{text_of(header.get('ddpcore'))} ({text_of(header.get('commit') or 'installed')})",
         )
-        found.setdefault(machine, []).append(name)
+        found.setdefault(machine, []).append(run.label)
     rows = [["all" if len(found) == 1 else ", ".join(of_runs), *machine] for machine, of_runs in found.items()]
     headings = ["runs", "device", *_PLACES, "ddpcore"]
     return TableData(title="Where, and with which versions", headings=headings, rows=rows)
@@ -113,9 +98,8 @@ def state_of(run: Run) -> str:
     return f"not ended: step {last} of {text_of(run.header.get('total_steps'))}"
 
 
-def _flatness(runs: Sequence[Run], names: Sequence[str]) -> list[TableData]:
-    found = [(name, run.final.get("flatness")) for run, name in zip(runs, names, strict=True)]
-    flat = [(name, values) for name, values in found if isinstance(values, dict)]
+def _flatness(runs: Sequence[Run]) -> list[TableData]:
+    flat = [(run.label, found) for run in runs if isinstance(found := run.final.get("flatness"), dict)]
     if not flat:
         return []
     headings = list(dict.fromkeys(key for _, values in flat for key in values))
@@ -162,13 +146,13 @@ def _statistics(groups: Sequence[Group]) -> Section:
             if any(one is not None for one in low):
                 scales[place] = replace(scales[place], low=low, high=high)
     losses, note = curves("dynamics", "full_loss"), _INTERVALS if any(one.low is not None for one in scales) else ""
+    rates = _each(groups, _valid, _relative_rate)
     charts = [
         _chart("Gradient noise scale", "step", "samples", scales, True, note),
-        _chart("Effective learning rate", "step", "effective / set learning rate",
-               _each(groups, _valid, _relative_rate), False),
+        _chart("Effective learning rate", "step", "effective / set learning rate", rates, False),
         _chart("Loss of the mean weights on the training set", "step", "mean loss", losses, True),
         _distance_chart("Consensus distance at measured steps", curves("spread", "consensus_distance")),
-    ]  # fmt: skip
+    ]
     return Section(title="Noise statistics", charts=with_values(charts))
 
 
@@ -181,13 +165,12 @@ def _relative_rate(row: dict[str, Any]) -> Any:
     return rate / lr if rate is not None and lr else None
 
 
-def _losses(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _losses(runs: Sequence[Run]) -> Section:
     """The losses of the learners at each step, of the runs that recorded their steps."""
-    charts = [_losses_of(run, name) for run, name in zip(runs, names, strict=True)]
-    return Section(title="Loss of the learners", charts=with_values(charts))
+    return Section(title="Loss of the learners", charts=with_values(map(_losses_of, runs)))
 
 
-def _losses_of(run: Run, name: str) -> Chart:
+def _losses_of(run: Run) -> Chart:
     at_step: dict[int, list[float]] = {}
     for line in chain.from_iterable(run.steps.values()):
         losses = line.get("loss")
@@ -200,7 +183,7 @@ def _losses_of(run: Run, name: str) -> Chart:
     band: dict[str, Any] = {"low": [*map(min, found)], "high": [*map(max, found)]} if several else {}
     series = Series(name="median", x=steps, y=[*map(statistics.median, found)], **band)
     note = "The median of the learners, with a band from the smallest to the largest." if band else ""
-    return _chart(f"Loss of the learners: {name}", "step", "loss of a mini-batch", [series], True, note)
+    return _chart(f"Loss of the learners: {run.label}", "step", "loss of a mini-batch", [series], True, note)
 
 
 def _topologies(groups: Sequence[Group]) -> Section:
@@ -227,42 +210,29 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
 
 
-def _each(
-    groups: Sequence[Group], rows: Callable[[Run], Sequence[dict[str, Any]]],
-    value: Callable[[dict[str, Any]], Any], x_key: str = "step",
-) -> list[Series]:  # fmt: skip
+def _each(groups: Sequence[Group], rows: Rows, value: Value, x_key: str = "step") -> list[Series]:
     """A curve for each group: of several runs the mean at each step of those that reached it, with a band."""
-    return [
-        _series(group.name, number, [rows(run) for run in group.runs], value, x_key)
-        for number, group in enumerate(groups)
-    ]
-
-
-def _series(
-    name: str, number: int, rows: Sequence[Sequence[dict[str, Any]]], value: Callable[[dict[str, Any]], Any], x_key: str
-) -> Series:
-    at_step: dict[int, list[tuple[Number, Number]]] = {}
-    for row in chain.from_iterable(rows):
-        at_step.setdefault(row["step"], []).append((finite(row.get(x_key)), finite(value(row))))
-    points = [at_step[step] for step in sorted(at_step)]
-    x, y = ([mean_of([pair[part] for pair in pairs]) for pairs in points] for part in (0, 1))
-    band: dict[str, Any] = {}
-    if len(rows) > 1:
-        known = [[one for _, one in pairs if one is not None] for pairs in points]
-        band = {"low": [min(ones, default=None) for ones in known], "high": [max(ones, default=None) for ones in known]}
-    style = "line+points" if 0 < len(x) <= 30 else "line"
-    return Series(name=name, x=x, y=y, style=style, color=number, **band)
+    curves = []
+    for number, group in enumerate(groups):
+        at_step: dict[int, list[tuple[Number, Number]]] = {}
+        for row in chain.from_iterable(map(rows, group.runs)):
+            at_step.setdefault(row["step"], []).append((finite(row.get(x_key)), finite(value(row))))
+        points = [at_step[step] for step in sorted(at_step)]
+        x, y = ([mean_of([pair[part] for pair in pairs]) for pairs in points] for part in (0, 1))
+        band: dict[str, Any] = {}
+        if len(group.runs) > 1:
+            known = [[one for _, one in pairs if one is not None] for pairs in points]
+            band = {name: [end(ones, default=None) for ones in known] for name, end in (("low", min), ("high", max))}
+        style = "line+points" if 0 < len(x) <= 30 else "line"
+        curves.append(Series(name=group.name, x=x, y=y, style=style, color=number, **band))
+    return curves
 
 
 def _chart(title: str, x_label: str, y_label: str, series: Sequence[Series], log_y: bool, note: str = "") -> Chart:
+    """A chart without empty curves. Its axis is logarithmic only where it can show all values."""
     found = [one for one in series if any(value is not None for value in one.y)]
-    log_y = log_y and _positive(found)
+    log_y = log_y and all(value > 0 for one in found for value in one.y if value is not None)
     return Chart(title=title, x_label=x_label, y_label=y_label, series=found, log_y=log_y, note=note)
-
-
-def _positive(series: Sequence[Series]) -> bool:
-    """Whether a logarithmic axis can show all values."""
-    return all(value > 0 for one in series for value in one.y if value is not None)
 
 
 def _part(row: dict[str, Any], part: str, key: str) -> Any:

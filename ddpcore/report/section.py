@@ -10,25 +10,15 @@ from ddpcore.display.chart import Chart
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page: a heading, sentences, tables and charts, in this order.
-
-    Attributes:
-        title: the heading.
-        lines: sentences.
-        tables: headings and rows of text.
-        folded: tables below the charts, which a reader opens.
-        charts: drawn in order.
-        charts_first: the charts stand above the tables.
-        problems: what could not be read or shown.
-    """
+    """A part of the page: a heading, sentences, tables and charts, in this order."""
 
     title: str
     lines: Sequence[str] = ()
     tables: Sequence[TableData] = ()
-    folded: Sequence[TableData] = ()
+    folded: Sequence[TableData] = ()  # below the charts, for a reader to open
     charts: Sequence[Chart] = ()
-    problems: Sequence[str] = ()
-    charts_first: bool = False
+    problems: Sequence[str] = ()  # what could not be read or shown
+    charts_first: bool = False  # above the tables
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ _OTHERS = ": the report shows the other lines"
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunRecord):
-    """The record of a run, its name, the recorded steps of each rank, and its landscapes."""
+    """The record of a run, its label, the recorded steps of each rank, and its landscapes."""
 
-    name: str
+    label: str  # the name of its folder, or its path if two folders have the same name
     steps: dict[int, list[dict[str, Any]]]
     landscapes: dict[str, Surface] = field(default_factory=dict)
 
@@ -42,6 +42,10 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     found = Sources()
     for path in paths:
         _read(path, found, is_given=True)
+    names = [plain(run.path.parent.resolve().name) for run in found.runs]
+    for place, name in enumerate(names):
+        if names.count(name) == 1:
+            found.runs[place] = replace(found.runs[place], label=name)
     return found
 
 
@@ -72,11 +76,7 @@ def _read(path: Path, found: Sources, is_given: bool) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """A run, as far as its record can be read.
-
-    Raises:
-        ValueError: the record has no readable line.
-    """
+    """A run, as far as its record can be read. ValueError: the record has no readable line."""
     try:
         record = RunRecord.read(path)
     except OSError as error:
@@ -90,7 +90,7 @@ def read_run(path: Path) -> Run:
             steps[rank] = [line for line in _lines(file, problems) if has_step(line)]
     landscapes = _landscapes(path / LANDSCAPES, problems)
     more = {"header": header, "problems": problems, "steps": dict(sorted(steps.items())), "landscapes": landscapes}
-    return Run(**{**vars(record), **more}, name=str(path))
+    return Run(**{**vars(record), **more}, label=plain(str(path)))
 
 
 def _landscapes(folder: Path, problems: list[str]) -> dict[str, Surface]:
@@ -127,11 +127,7 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def read_bench(path: Path) -> dict[str, Any]:
-    """The result of a bench.
-
-    Raises:
-        ValueError: the file is not what a bench writes.
-    """
+    """The result of a bench. ValueError: the file is not what a bench writes."""
     try:
         result = read_json(path)
     except ValueError as error:

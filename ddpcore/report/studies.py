@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 
     Folders that cannot be compared with each other are shown one by one.
     """
-    good: list[Path] = []
-    problems: list[str] = []
+    good, problems = [], []
     for path in paths:
         try:
             compare([path])
@@ -34,12 +34,15 @@ def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]
 
 def study_section(comparison: Mapping[str, Any]) -> Section:
     """The section of one study."""
-    labels = [run_label(run) for run in comparison["runs"]]
-    tables: list[TableData] = []
-    folded: list[TableData] = []
+    labels, tables, folded = [run_label(run) for run in comparison["runs"]], [], []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
-        short = [[*row[:2], *row[3:]] for row in (heading, *rows)]  # without the predicates
+        unknown = [row for row, claim in zip(rows, comparison["claims"], strict=True)
+                   if claim["on_published"]["word"] == "not run"]  # fmt: skip
+        for row in unknown:
+            row[3] = "-"  # the document has no such numbers
+        kept = 4 if len(unknown) == len(rows) else 3
+        short = [[*row[:2], *row[kept:]] for row in (heading, *rows)]  # without the predicates
         tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
         folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],
                                 rows=[[row[0], row[2]] for row in rows], num_left=2))  # fmt: skip
@@ -50,15 +53,24 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
     notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
     every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
-    lines = [comparison["question"], f"Published: {comparison['source']}.", *about_runs(comparison)]
-    charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
+    results, about = _results(comparison, labels), [f"Published: {comparison['source']}.", *about_runs(comparison)]
     folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
     return Section(
         title=comparison["title"],
-        lines=lines,
+        lines=[comparison["question"], *results, *about],
         tables=tables,
         folded=folded,
-        charts=charts,
+        charts=[*study_charts(comparison, labels), *curve_charts(comparison, labels)],
         charts_first=True,
         problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
     )
+
+
+def _results(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
+    """A sentence for each folder: how many of the claims have which verdict."""
+    found = []
+    for place, label in enumerate(labels if comparison["claims"] else ()):
+        words = Counter(claim["verdicts"][place]["word"] for claim in comparison["claims"])
+        told = ", ".join(f"{word!r} of {num}" for word, num in words.most_common())
+        found.append(f"Result, {label}: of {words.total()} claims the verdict is {told}.")
+    return found

@@ -33,7 +33,7 @@ def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
     return {rank: lines for rank, lines in found.items() if lines}
 
 
-def timeline_sections(run: Run, name: str) -> list[Section]:
+def timeline_sections(run: Run) -> list[Section]:
     """The section of a run; none if fewer than two ranks have recorded their steps: one rank waits for nobody."""
     found = timed_steps(run)
     if len(found) < 2:
@@ -42,17 +42,13 @@ def timeline_sections(run: Run, name: str) -> list[Section]:
     ranks = list(found)
     headings = ["rank", *(f"{title}, ms" for title in _PARTS.values())]
     rows = [[str(rank), *(_mean(found[rank], steps, key) for key in _PARTS)] for rank in ranks]
-    tables = [TableData(title=f"Mean of {len(steps):,} steps", headings=headings, rows=rows)]
-    waits = _waits(found, steps)
-    if waits is not None:
-        tables.append(waits)
-    lines = _named(found, steps) if steps else []
-    charts = [
-        _heat(found, steps, "exposed", "Exposed averaging of each rank at each step"),
-        _heat(found, steps, "compute", "Compute of each rank at each step"),
-    ]
-    title = f"Who waits for whom: {name}"
-    return [Section(title=title, lines=lines, tables=tables, charts=charts if steps else [])]
+    tables = [TableData(title=f"Mean of {len(steps):,} steps", headings=headings, rows=rows), *_waits(found, steps)]
+    lines, charts = [], []
+    if steps:
+        lines = _named(found, steps)
+        titles = (("exposed", "Exposed averaging"), ("compute", "Compute"))
+        charts = [_heat(found, steps, key, f"{title} of each rank at each step") for key, title in titles]
+    return [Section(title=f"Who waits for whom: {run.label}", lines=lines, tables=tables, charts=charts)]
 
 
 def _mean(lines: Mapping[int, dict[str, Any]], steps: Sequence[int], key: str) -> str:
@@ -72,8 +68,8 @@ def _heat(found: Mapping[int, Any], steps: Sequence[int], key: str, title: str) 
     return Chart(title=title, kind="heat", x_label="step", y_label="ms", series=series, note=note)
 
 
-def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
-    """For each rank, how long it waited for each other rank, summed over the steps."""
+def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> list[TableData]:
+    """For each rank, how long it waited for each other rank, summed over the steps; no table if nobody waited."""
     ranks = list(found)
     numbers = {str(rank): rank for rank in ranks}
     total = {rank: dict.fromkeys(ranks, 0.0) for rank in ranks}
@@ -84,10 +80,11 @@ def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> TableData | None:
                 if other in numbers and finite(seconds) is not None:
                     total[rank][numbers[other]] += seconds
     if not any(any(row.values()) for row in total.values()):
-        return None
+        return []
     rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]
     headings = ["waits for, ms in all", *(f"rank {rank}" for rank in ranks)]
-    return TableData(title="Time that the rank of a row waited for the rank of a column", headings=headings, rows=rows)
+    title = "Time that the rank of a row waited for the rank of a column"
+    return [TableData(title=title, headings=headings, rows=rows)]
 
 
 def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:

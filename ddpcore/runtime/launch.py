@@ -24,12 +24,11 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-
-from ddpcore.runtime.signals import StopSignal
 
 TIMEOUT_SECONDS = 300.0  # that a living rank may let the others wait; rank 0 may be writing a checkpoint
 MOST_SECONDS = 1e6  # of a timeout: what the backends can count
@@ -71,6 +70,56 @@ class Stopped(Exception):
     """Raised by a worker that has saved its work after a signal; the message says what it saved."""
 
 
+class StopSignal:
+    """A context manager that records the first SIGINT or SIGTERM, and calls ``then``; a second has its previous effect.
+
+    It records nothing outside the main thread, or for signals that the process ignores. A nested one inherits a signal
+    that the outer one has received.
+    """
+
+    asked: bool = False  # whether a signal was received
+    name: str = ""  # of the signal
+    _innermost: ClassVar[StopSignal | None] = None
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self._then = then
+
+    def __enter__(self) -> StopSignal:
+        self._before: dict[signal.Signals, Any] = {}
+        self._outer: StopSignal | None = None
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._outer, StopSignal._innermost = StopSignal._innermost, self
+        if self._outer is not None and self._outer.asked:
+            self.asked, self.name = True, self._outer.name
+            self._then()
+            return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+        if StopSignal._innermost is self:
+            StopSignal._innermost = self._outer
+
+    def pass_on(self) -> None:
+        """Raise the signal again, after the context was left, unless the outer one has received it."""
+        if self.asked and not (self._outer is not None and self._outer.asked):
+            signal.raise_signal(signal.Signals[self.name])
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.asked, self.name = True, signal.Signals(number).name
+        self._restore()
+        self._then()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
 def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None:
     """The world from torchrun's environment variables; None if torchrun did not start this process."""
     env = os.environ if environment is None else environment
@@ -105,8 +154,6 @@ def check_timeout(seconds: float) -> None:
 
 
 class _Rank(NamedTuple):
-    """A rank that :func:`_start` has started."""
-
     process: BaseProcess
     reports: Connection
 
@@ -141,8 +188,7 @@ def run(
     work. A second signal ends them. Under torchrun this process is one of the ranks.
 
     Args:
-        worker: importable by name; it is called in every process.
-        args: picklable.
+        worker: importable by name; it is called in every process, with ``args``, which are picklable.
         world_size: number of processes to start; torchrun must have started as many.
         backend: of the process group; ``none``: no process group; ``virtual``: the worker runs in this process.
         timeout: seconds that a call of the process group may wait for a rank.
@@ -155,8 +201,7 @@ def run(
     Raises:
         RankFailed: a rank failed (with ``shrink``: all of them), with its traceback. All ranks have ended.
         Stopped: the ranks stopped after a signal.
-        UsageError: torchrun started another number of ranks.
-        ValueError: ``timeout`` is 0 or less, or too long. Nothing was started.
+        UsageError, ValueError: torchrun started another number of ranks, or the timeout is out of range.
     """
     check_timeout(timeout)
     joined, run_rank = torchrun_world(), partial(_run_rank, worker, args, backend, timeout)

@@ -6,6 +6,7 @@ import ctypes
 import platform
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,8 @@ import torch
 from ddpcore.runtime import launch
 from ddpcore.runtime.version import VERSION
 
-# Constants of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_NEVER = -1
-_TOP_PAD_BYTES = 64 * 2**20
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # constants of glibc's malloc.h
+_NEVER, _TOP_PAD_BYTES = -1, 64 * 2**20
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -43,12 +42,10 @@ def kernels() -> list[str]:
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -70,10 +67,8 @@ def keep_freed_memory() -> bool:
     """Keep the memory of freed tensors in this process, whose size then stays near its peak.
 
     glibc unmaps each freed tensor of more than 32 MiB, and the system zeroes the pages of the next one. With batches of
-    some thousand images this is half of the time of a training step on a CPU.
-
-    Returns:
-        Whether the C library is glibc; with another one nothing changes.
+    some thousand images this is half of the time of a training step on a CPU. Returns whether the C library is glibc;
+    with another one nothing changes.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

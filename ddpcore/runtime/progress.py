@@ -19,13 +19,8 @@ SECONDS_BETWEEN_LINES = 10.0
 class ProgressReport:
     """A bar with the time left if ``out`` is a terminal, else a line every ten seconds.
 
-    Args:
-        what: the task, such as ``training``.
-        total: its number of steps.
-        completed: steps that were done before, by an earlier process.
-        shown: False shows nothing, as on all ranks but the first.
-        out: standard error by default.
-        clock: seconds.
+    ``what`` is the task, such as ``training``, of ``total`` steps, of which an earlier process has ``completed`` some.
+    Ranks but the first are not ``shown``. ``out`` is standard error by default, and ``clock`` counts seconds.
     """
 
     def __init__(
@@ -44,13 +39,8 @@ class ProgressReport:
         self._shown = shown
         self._bar: Any = None
         if shown and Progress is not None and self._out.isatty():
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(file=self._out), transient=True)
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._out), transient=True)
             self._task = self._bar.add_task(what, total=total, completed=completed)
 
     def __enter__(self) -> ProgressReport:
@@ -70,11 +60,7 @@ class ProgressReport:
             return
         now = self._clock()
         if self._shown and now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
-            self._print(now, text)
-
-    def _print(self, now: float, text: str) -> None:
-        done = self._done - self._first
-        left = "" if not done else f", about {(now - self._started) / done * (self._total - self._done):.0f} s left"
-        about = f" ({text})" if text else ""
-        print(f"{self._what}{about}: {self._done} of {self._total}{left}", file=self._out, flush=True)
+            self._last, done = now, self._done - self._first
+            left = "" if not done else f", about {(now - self._started) / done * (self._total - self._done):.0f} s left"
+            about = f" ({text})" if text else ""
+            print(f"{self._what}{about}: {self._done} of {self._total}{left}", file=self._out, flush=True)

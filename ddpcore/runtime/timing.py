@@ -21,19 +21,15 @@ Function = Callable[[], Any]
 
 
 def seconds_of(function: Function, num_calls: int, device: str, *, pause: float = 0.0) -> float:
-    """The mean time of ``num_calls`` calls in seconds; on CUDA between two events of the stream.
+    """The mean time of ``num_calls`` calls in seconds; on ``cuda`` between two events of the stream.
 
-    Args:
-        function: is called.
-        num_calls: number of calls in this sample.
-        device: ``cpu`` or ``cuda``.
-        pause: approximate seconds for which a GPU is kept busy while the host launches the calls. Then the time is
-            the GPU's work, without the launches.
+    With ``pause`` a GPU is kept busy for about so many seconds while the host launches the calls. Then the time is the
+    GPU's work, without the launches.
     """
     if device == "cuda":
         if pause:
             torch.cuda._sleep(round(pause * CYCLES_PER_SECOND))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(num_calls):
             function()
@@ -49,15 +45,11 @@ def seconds_of(function: Function, num_calls: int, device: str, *, pause: float 
 def interleaved(
     functions: Sequence[Function], device: str, repeats: int, seconds: float = math.inf, *, queued: bool = False
 ) -> list[list[float]]:
-    """Samples (seconds a call) of each function, taken alternately after a warm-up.
+    """Samples (seconds a call) of each function, at most ``repeats``, taken alternately after a warm-up.
 
-    Args:
-        functions: are compared.
-        device: ``cpu`` or ``cuda``.
-        repeats: most samples of each function.
-        seconds: no further round begins after this time; ``min(repeats, FEWEST_SAMPLES)`` rounds are always taken.
-        queued: on CUDA measure the work of the device, after a pause in which the host launches it. Otherwise measure
-            the time that a caller waits, which for short calls is the launch.
+    No further round begins after ``seconds``; ``min(repeats, FEWEST_SAMPLES)`` rounds are always taken. With ``queued``
+    it measures the work of a GPU, after a pause in which the host launches it. Otherwise it measures the time that a
+    caller waits, which for short calls is the launch.
     """
     num_calls, how = [], []
     for function in functions:

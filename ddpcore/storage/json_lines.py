@@ -14,6 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -54,7 +55,7 @@ _JSON_TAIL = re.compile(rb',\n  "checksum": "([0-9a-f]{8})"\n\}\n$')
 _JSON_ALMOST = re.compile(rb',\n  "checksum": |"[0-9a-f]{8}"\n\}\n$')
 
 
-class JsonLines:
+class JsonLines(AbstractContextManager["JsonLines"]):
     """A file to which JSON lines are appended; its folder is made if it is missing.
 
     Each line is one system call that writes at the end of the file. So a reader never sees half a line, and several
@@ -69,10 +70,8 @@ class JsonLines:
     def append(self, row: Any) -> None:
         """Write a row as one line: a mapping or a dataclass of values that `to_json` accepts.
 
-        A last line that was cut is ended first, so that it costs no other line.
-
-        Raises:
-            OSError: the line could not be written whole, and nothing of it is left; it names the file.
+        A last line that was cut is ended first, so that it costs no other line. OSError, which names the file: the line
+        could not be written whole, and nothing of it is left.
         """
         line = _line_of(row)
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -100,32 +99,20 @@ class JsonLines:
         """Close the file; it may be called twice."""
         self._file.close()
 
-    def __enter__(self) -> JsonLines:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
 
 @dataclass
 class Lines:
-    """What a file of JSON lines holds.
+    """What a file of JSON lines holds."""
 
-    Attributes:
-        rows: the objects of all lines that are as they were written, without their checksums.
-        problems: a sentence for each line that is not, with the file and the number of the line.
-    """
-
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  #: of lines as they were written, without their checksums
+    problems: list[str] = field(default_factory=list)  #: a sentence for each other line, with the file and its number
 
 
 def read_lines(path: Path) -> Lines:
-    """All lines of a file, such as the record of a run, that are as they were written; none if there is no file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """All lines of a file that are as they were written; none if there is no file. OSError: it cannot be read."""
     content = read_file(path) if path.is_file() else b""
     texts = content.split(b"\n")  # splitlines() would also split at characters that JSON allows inside a text
     if not texts[-1]:
@@ -194,9 +181,7 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Files without a checksum, such as files of older versions, are read too.
 
-    Raises:
-        ValueError: it is no JSON, or does not match its checksum. The message does not name the file.
-        OSError: the file cannot be read.
+    ValueError, without the name of the file: it is no JSON, or does not match its checksum. OSError: it cannot be read.
     """
     content = read_file(path)
     found = _JSON_TAIL.search(content)

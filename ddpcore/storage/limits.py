@@ -42,12 +42,7 @@ def plain(text: str) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        ValueError: it is a FIFO, a device or a folder: reading it could take forever.
-        OSError: it cannot be opened.
-    """
+    """Open a regular file for reading. ValueError for a FIFO, a device or a folder: reading it could take forever."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a FIFO must not wait for its writer
     except ValueError:  # a NUL in the name
@@ -61,11 +56,8 @@ def open_file(path: Path) -> BinaryIO:
 def read_file(path: Path, max_bytes: int | None = None, limit: str = "ddpcore.storage.limits.TEXT_BYTES") -> bytes:
     """The content of a regular file that has at most so many bytes. ``limit`` is the name of this bound for the user.
 
-    Without a bound it is a text, with the bound TEXT_BYTES.
-
-    Raises:
-        ValueError: it is no regular file, or it is larger; nothing has been read then.
-        OSError: it cannot be read.
+    Without a bound it is a text, with the bound TEXT_BYTES. ValueError: it is no regular file, or it is larger; nothing
+    has been read then. OSError: it cannot be read.
     """
     with open_file(path) as file:
         check_bytes(path, os.fstat(file.fileno()).st_size, TEXT_BYTES if max_bytes is None else max_bytes, limit)

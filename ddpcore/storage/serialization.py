@@ -41,9 +41,8 @@ def pack(state: Any) -> tuple[Any, dict[str, Tensor]]:
             return items if isinstance(value, list) else {_TUPLE: items}
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise TypeError(
-            f"cannot save {path.lstrip('.')}, a {type(value).__name__}: give tensors, numbers, text or lists"
-        )
+        what = f"{path.lstrip('.')}, a {type(value).__name__}"
+        raise TypeError(f"cannot save {what}: give tensors, numbers, text or lists")
 
     return visit(state, ""), tensors
 
@@ -59,11 +58,7 @@ def copy_of(state: Any) -> Any:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:
-    """The state that :func:`pack` converted; tensors from an accelerator are moved to ``device``.
-
-    Raises:
-        ValueError: the shape of an entry does not fit its tensor.
-    """
+    """The state that :func:`pack` converted; tensors of an accelerator go to ``device``. ValueError: shapes differ."""
 
     def visit(value: Any) -> Any:
         if isinstance(value, list):

@@ -26,15 +26,10 @@ from ddpcore.comm.reductions import chunk_of
 
 
 class Acceleration(NamedTuple):
-    """The two numbers of A2CiD2.
+    """The two numbers of A2CiD2."""
 
-    Attributes:
-        eta: how fast weights and double approach each other, per unit of time.
-        alpha: a meeting moves the double 2 alpha times as far as the weights. With 1/2 nothing is accelerated.
-    """
-
-    eta: float
-    alpha: float
+    eta: float  #: how fast weights and double approach each other, per unit of time
+    alpha: float  #: a meeting moves the double 2 alpha times as far as the weights. With 1/2 nothing is accelerated.
 
 
 def acceleration_of(rates_NN: npt.NDArray[np.float64]) -> Acceleration:
@@ -57,11 +52,7 @@ def acceleration_of(rates_NN: npt.NDArray[np.float64]) -> Acceleration:
 
 
 class A2CiD2(PairMean):
-    """What a meeting and the time between two meetings do to rows of weights and doubles.
-
-    Args:
-        acceleration: eta and alpha.
-    """
+    """What a meeting and the time between two meetings do to rows of weights and doubles."""
 
     num_copies = 2
 

@@ -19,21 +19,13 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
 
-SLOWEST = 1e-3  # of the fastest learner's speed
-
 
 class Event(NamedTuple):
-    """The end of a job: the learner averages with its peer, and then adds the step of its optimizer.
+    """The end of a job: the learner averages with its peer, and then adds the step of its optimizer."""
 
-    Attributes:
-        time: in jobs of the fastest learner.
-        learner: whose job has ended.
-        peer: with whom it averages; itself if the topology gives it no neighbour at this step.
-    """
-
-    time: Fraction
-    learner: int
-    peer: int
+    time: Fraction  #: in jobs of the fastest learner
+    learner: int  #: whose job has ended
+    peer: int  #: with whom it averages; itself if the topology gives it no neighbour at this step
 
 
 class ADPSGD(Strategy):
@@ -44,20 +36,18 @@ class ADPSGD(Strategy):
 
     ``w_i, w_j <- (w_i + w_j) / 2`` with one peer j;  ``w_i <- w_i - a g_i(v_i)``;  ``v_i <- w_i``.
 
-    During a job peers change w_i, so the gradient belongs to older weights: that is the price of not waiting. Averages
-    in pairs do not move the mean over learners, so the mean moves by the gradients alone. ``- a g_i(v_i)`` stands for
-    the change of v_i by the optimizer, whose state moves once a job. The equation is second-hand (the paper was not
-    read); in the paper the order is the same: average, then gradient.
+    During a job peers change w_i, so the gradient belongs to older weights. Averages in pairs do not move the mean over
+    learners, so the mean moves by the gradients alone. ``- a g_i(v_i)`` stands for the change of v_i by the optimizer,
+    whose state moves once a job. The equation is second-hand (the paper was not read), in the paper's order.
 
-    On **ranks** only the two rows are locked during an average, and no rank waits for the step of another. Who comes
-    first is up to the machine: no run can be repeated. On **virtual learners** it is a simulation of time, which can be
-    repeated bit for bit. A job of the fastest learner takes one step of the training loop. A learner with speed 0.5
-    begins a job in every second step, and its gradients of the batches between are removed. It shows what older
-    gradients cost in accuracy, and says nothing about seconds.
+    On **ranks** only the two rows are locked during an average, and no rank waits for the step of another: no run can
+    be repeated. On **virtual learners** it is a simulation of time, which can be repeated bit for bit. A job of the
+    fastest learner takes one step of the training loop. A learner with speed 0.5 begins a job in every second step, and
+    its gradients of the batches between are removed.
 
     The models hold v, and after the optimizer's step v plus that step until the job ends. A change of the models'
-    weights by the program is added to w at the end of the job. A learner keeps two more copies of the weights, and over
-    a process group five. If an average fails, the model of that learner holds v again, and its step is lost.
+    weights by the program is added to w then. A learner keeps two more copies of the weights, and over a process group
+    five. If an average fails, the model of that learner holds v again, and its step is lost.
 
     **Accelerated** learners (A2CiD2; Nabli, Belilovsky and Oyallon 2023, arXiv:2306.08289) agree faster where a
     topology is large and sparse, such as a ring. A learner has a double y_i of its weights, which begins as a copy. At
@@ -74,24 +64,20 @@ class ADPSGD(Strategy):
     On virtual learners time is that of the simulation. On ranks a unit of time passes for a learner at the end of each
     of its jobs, and eta is that of equal speeds; then only the mean of w and y together moves by the gradients alone.
 
-    The equations are those of the authors' code (github AdelNabli/ACiD: ``p2p_averaging.py``, ``utils/acid_utils.py``
-    and ``utils/graph_utils.py``); the paper was not read. That code sends w of before the first line, which moves the
-    mean a little, and measures time by the clock of each rank. Its eta is for one meeting of a learner in a unit of
-    time; here there are two, one with a peer that it takes and one with a learner that takes it.
+    The equations are those of the authors' code (github AdelNabli/ACiD); the paper was not read. That code sends w of
+    before the first line, which moves the mean a little, and measures time by the clock of each rank. Its eta is for
+    one meeting of a learner in a unit of time; here there are two: it takes a peer, and it is taken by one.
 
     Args:
-        topology: the possible peers; None is ``Complete()``, any learner. A learner takes one of its neighbours of the
-            step at random, so ``RandomPair`` gives it one.
+        topology: of which a learner takes one of its neighbours of the step at random; None is ``Complete()``.
         speeds: of each virtual learner, relative to the fastest: from 0.001 to 1, rounded to fractions with a
             denominator of at most 1000. None: all are equally fast.
         seed: of the random order and the peers.
-        accelerated: whether learners have doubles. It needs a topology that is the same at every step, and a learner
-            keeps one more copy of the weights.
+        accelerated: whether learners have doubles. It needs a topology that is the same at every step.
         eta: if accelerated: above 0, per job of the fastest learner. None computes it.
         alpha: if accelerated: at least 0. None computes it.
 
-    Raises:
-        ValueError: an option has another type, or is out of its range.
+    ValueError: an option has another type, or is out of its range.
     """
 
     name: ClassVar[str] = "adpsgd"
@@ -120,7 +106,7 @@ class ADPSGD(Strategy):
             if value is not None and not self.accelerated:
                 raise ValueError(f"adpsgd: {name} is {value}: take accelerated=True, or leave it out")
         for learner, speed in enumerate(self.speeds or ()):
-            check_range(f"adpsgd: speeds: that of learner {learner}", speed, least=SLOWEST, most=1)
+            check_range(f"adpsgd: speeds: that of learner {learner}", speed, least=1e-3, most=1)
         if self.speeds is not None and max(self.speeds, default=0) != 1:
             raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
         self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
@@ -129,8 +115,8 @@ class ADPSGD(Strategy):
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
 
     def __repr__(self) -> str:
-        shown = f"ADPSGD({self.topology!r}, speeds={self.speeds}, seed={self.seed}"
-        return f"{shown}, accelerated=True, eta={self.eta}, alpha={self.alpha})" if self.accelerated else f"{shown})"
+        more = ("accelerated", "eta", "alpha") if self.accelerated else ()
+        return f"ADPSGD({self.topology!r}, {self._shown('speeds', 'seed', *more)})"
 
     @property
     @override
@@ -160,11 +146,7 @@ class ADPSGD(Strategy):
         self._acceleration = self.acceleration(num_learners)
 
     def acceleration(self, num_learners: int) -> Acceleration | None:
-        """Eta and alpha; None if learners are not accelerated.
-
-        Raises:
-            ValueError: they are, and neighbours change from step to step.
-        """
+        """Eta and alpha; None if learners are not accelerated. ValueError: neighbours change from step to step."""
         if not self.accelerated:
             return None
         if self.topology.period(num_learners) != 1:
@@ -187,8 +169,8 @@ class ADPSGD(Strategy):
         for learner in range(num_learners):
             if self._ends(step + 1, learner):
                 peers = self.topology.round(step, learner, num_learners).sources or (learner,)
-                time = self._num_ended(learner, step + 1) / self._speed(learner)
-                events.append(Event(time, learner, peers[choices[learner] % len(peers)]))
+                speed = self._speed(learner)
+                events.append(Event(int(speed * (step + 1)) / speed, learner, peers[choices[learner] % len(peers)]))
         return sorted(events, key=lambda event: (event.time, order[event.learner]))
 
     def begins(self, step: int, learner: int) -> bool:
@@ -197,11 +179,8 @@ class ADPSGD(Strategy):
 
     def _ends(self, step: int, learner: int) -> bool:
         """Whether a job of the learner ends between time ``step - 1`` and time ``step``."""
-        return self._num_ended(learner, step) > self._num_ended(learner, step - 1)
-
-    def _num_ended(self, learner: int, time: int) -> int:
-        """The number of jobs that have ended."""
-        return int(self._speed(learner) * time)
+        speed = self._speed(learner)
+        return int(speed * step) > int(speed * (step - 1))  # numbers of jobs that have ended
 
     def _speed(self, learner: int) -> Fraction:
         return self._fractions[learner] if self._fractions else Fraction(1)
@@ -227,8 +206,7 @@ class ADPSGD(Strategy):
     def after_step(self, learner: Learner) -> None:
         """End jobs: let the events of the learners held here happen."""
         live, first = learner.live, learner.comm.learners[0]
-        assert live is not None
-        assert self._read_LP is not None
+        assert live is not None and self._read_LP is not None
         learner.check_sent()
         flown = dict.fromkeys(learner.comm.learners, Fraction(learner.step - 1))  # the time that rows are of
         for time, i, j in self.events(learner.step - 1, learner.comm.num_learners):
@@ -256,8 +234,7 @@ class ADPSGD(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        live = None if self._live is None else self._live.rows()
-        return {"live": live, "read": self._read_LP}
+        return {"live": None if self._live is None else self._live.rows(), "read": self._read_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
@@ -269,4 +246,4 @@ class ADPSGD(Strategy):
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
-        self._read_LP = state["read"].clone()
+        self._read_LP = state["read"]

@@ -28,51 +28,37 @@ _PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a strategy is like, for all who ask before training: ``distribute``, policies, diagnostics, commands.
+    """What a strategy is like, for all who ask before training: ``distribute``, policies, diagnostics, commands."""
 
-    Attributes:
-        averages_gradients: gradients are averaged in some steps. Only then :meth:`~Strategy.bucket_ready` and
-            :meth:`~Strategy.after_backward` are called.
-        stays_identical: all learners hold the same weights after every step.
-        group: so many consecutive learners average their gradients in every step; 1: there are no groups.
-        takes_closure: ``step(closure)`` may compute the gradient inside the step.
-        acts_in_forward: ``before_forward`` changes something, so each step needs a forward pass that the hook sees.
-        fixed_layout: the parameters keep their order in the flat buffer, instead of the order of their gradients.
-        waits: learners meet in each step that averages, so policies can average there, too.
-        overlaps: weights are sent while the gradient is computed, so their exchange may cost no time.
-        transports: values of ``Communicator.transport`` over which several learners may run. ``mixed`` needs ``shm``
-            and ``pg``, of which it consists. Without ``virtual`` the strategy needs real ranks.
-        transports_because: why an option leaves these transports only, as a clause with what to do.
-        most_learners: the largest number of learners; None: any number.
-        quarantines: a learner can take the average of its neighbours, without its own weights.
-        weights: how much each learner counts in averages of all, or of a group: numbers, or what is counted for them.
-        schedules: options that change over a run. Each has a method ``check_run`` as a topology has.
-        columns: the first column and the end of each part of the weights, from the first step on, if the state has rows
-            ``[L, X]`` of parts. A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a
-            sharded learner can be saved for another number of shards. Rows of all columns need no number.
-        no_mean: why the mean of the learners' weights is not what they train, as a clause; empty if it is.
-        no_deaths: why no learner may die or join, as a clause with what to do; empty if learners may.
-        no_shards: why a learner may not be sharded over ranks, as a clause with what to do; empty if it may.
-    """
-
+    #: gradients are averaged in some steps. Only then :meth:`~Strategy.bucket_ready` and
+    #: :meth:`~Strategy.after_backward` are called.
     averages_gradients: bool = False
-    stays_identical: bool = False
-    group: int = 1
-    takes_closure: bool = True
+    stays_identical: bool = False  #: all learners hold the same weights after every step
+    group: int = 1  #: so many consecutive learners average their gradients in every step; 1: there are no groups
+    takes_closure: bool = True  #: ``step(closure)`` may compute the gradient inside the step
+    #: ``before_forward`` changes something, so each step needs a forward pass that the hook sees
     acts_in_forward: bool = False
+    #: the parameters keep their order in the flat buffer, instead of the order of their gradients
     fixed_layout: bool = False
-    waits: bool = True
-    overlaps: bool = False
+    waits: bool = True  #: learners meet in each step that averages, so policies can average there, too
+    overlaps: bool = False  #: weights are sent while the gradient is computed, so their exchange may cost no time
+    #: values of ``Communicator.transport`` over which several learners may run. ``mixed`` needs ``shm`` and ``pg``, of
+    #: which it consists. Without ``virtual`` the strategy needs real ranks.
     transports: tuple[str, ...] = ("virtual", "shm", "ipc", "pg", "grid", "link")
-    transports_because: str = ""
-    most_learners: int | None = None
-    quarantines: bool = False
+    transports_because: str = ""  #: why an option leaves these transports only, as a clause with what to do
+    most_learners: int | None = None  #: the largest number of learners; None: any number
+    quarantines: bool = False  #: a learner can take the average of its neighbours, without its own weights
+    #: how much each learner counts in averages of all, or of a group: numbers, or what is counted for them
     weights: Sequence[float] | str | None = None
+    #: options that change over a run. Each has a method ``check_run`` as a topology has.
     schedules: tuple[Any, ...] = ()
+    #: the first column and the end of each part of the weights, from the first step on, if the state has rows of parts,
+    #: ``[L, X]``. A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a sharded
+    #: learner can be saved for another number of shards. Rows of all columns need no number.
     columns: tuple[tuple[int, int], ...] = ()
-    no_mean: str = ""
-    no_deaths: str = ""
-    no_shards: str = ""
+    no_mean: str = ""  #: why the mean of the learners' weights is not what they train, as a clause; empty if it is
+    no_deaths: str = ""  #: why no learner may die or join, as a clause with what to do; empty if learners may
+    no_shards: str = ""  #: why a learner may not be sharded over ranks, as a clause with what to do; empty if it may
 
 
 ALL = 0
@@ -81,16 +67,11 @@ ALL = 0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is averaged in one step.
+    """What is averaged in one step."""
 
-    Attributes:
-        gradients: so many consecutive learners average their gradients; ``ALL`` for all of them, 1 for none.
-        weights: the step averages weights or gradients, so policies average in it, too.
-        shifted: with ``gradients=ALL``, learners compute them at weights of their own instead of the mean weights.
-    """
-
-    gradients: int = 1
-    weights: bool = True
+    gradients: int = 1  #: so many consecutive learners average their gradients; ``ALL`` for all of them, 1 for none
+    weights: bool = True  #: the step averages weights or gradients, so policies average in it, too
+    #: with ``gradients=ALL``, learners compute them at weights of their own instead of the mean weights
     shifted: bool = False
 
     @property
@@ -146,11 +127,7 @@ class Strategy:
         return Plan(gradients=ALL if self.traits.averages_gradients else 1)
 
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
-        """Check the number of learners and the dtype of the parameters, before ``distribute`` changes the model.
-
-        Raises:
-            ValueError: the strategy does not support them.
-        """
+        """Raise ValueError unless learners and dtype are supported, before ``distribute`` changes the model."""
 
     def before_forward(self, learner: Learner) -> None:
         """Called before each forward pass that records gradients: several times a step if gradients accumulate."""
@@ -168,8 +145,7 @@ class Strategy:
     def before_step(self, learner: Learner) -> WeightAverage | None:
         """Called before the optimizer's step. ``gather_grads`` of the flat buffer collects the gradients if needed.
 
-        Returns:
-            The average of weights that this step applies before the optimizer's rule; None if there is none.
+        Returns the average of weights that this step applies before the optimizer's rule; None if there is none.
         """
         return None
 
@@ -180,12 +156,10 @@ class Strategy:
         """
 
     def quarantine(self, learners: Set[int]) -> None:
-        """Called before :meth:`before_step` if ``traits.quarantines``: some learners take no step.
+        """Called before :meth:`before_step` if ``traits.quarantines``: some of the learners held here take no step.
 
-        In the next average they take the average of their neighbours, without their own weights.
-
-        Args:
-            learners: some of those held here. None of them: the call before training, if a learner may be quarantined.
+        In the next average they take the average of their neighbours, without their own weights. A call with no learner
+        comes before training, if one may be quarantined.
         """
 
     def gradient_weights(self, learner: Learner) -> Tensor:
@@ -198,9 +172,8 @@ class Strategy:
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
         """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
 
-        Args:
-            learner: its connection has the new number of learners already.
-            before: the number that each learner had until now; None for one that is new.
+        The connection has the new number of learners already. ``before`` is the number that each learner had until now;
+        None for one that is new.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +181,7 @@ class Strategy:
         return {}
 
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`, between two steps."""
+        """Load a copy of the result of :meth:`state_dict`, between two steps. The strategy may keep its tensors."""
 
 
 NO_DEATHS_IN_GROUPS = "on_failure='shrink' leaves a group with fewer learners than the others: leave group out"
@@ -253,16 +226,9 @@ def check_unweighted(strategy: Strategy, num_learners: int) -> None:
 
 
 def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str = "use autocast") -> None:
-    """Check that the kernels which mix weights, or add noise to them, support the dtype of the parameters.
+    """Raise ValueError unless the kernels that mix weights, or add noise, take the dtype of the parameters.
 
-    Args:
-        name: of the strategy, with which the message begins.
-        dtype: of the parameters.
-        inexact: what is too inexact in 16 bits, with its verb; empty if nothing is.
-        remedy: in 16 bits, beside float32.
-
-    Raises:
-        ValueError: they do not, or 16 bits are too few.
+    ``inexact`` is what is too inexact in 16 bits, with its verb, and ``remedy`` helps there, beside float32.
     """
     if dtype not in KERNEL_DTYPES:
         raise ValueError(
@@ -291,11 +257,7 @@ def warn_of_growth(strategy: Any, num_learners: int) -> None:
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
-    """Check the option ``on_nonfinite``, for a number of learners if it is known.
-
-    Raises:
-        ValueError: there is no such value, or a learner has no neighbours whose average it could take.
-    """
+    """Raise ValueError if there is no such value, or a learner has no neighbours whose average it could take."""
     check_choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
     if on_nonfinite != "quarantine":
         return
@@ -311,16 +273,7 @@ def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int 
 
 
 def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> None:
-    """Check that learners can average in the groups of a strategy.
-
-    Args:
-        strategy: its traits have the size of a group.
-        num_learners: in all.
-        num_rows: learners of each rank.
-
-    Raises:
-        ValueError: a group would lack learners, or hold a part of those of a rank.
-    """
+    """Raise ValueError if a group would lack learners, or hold a part of the ``num_rows`` learners of a rank."""
     name, size = strategy.name, strategy.traits.group
     if num_learners % size:
         raise ValueError(
@@ -342,11 +295,7 @@ class Baseline(ABC):
 
     @abstractmethod
     def connect(self, group: dist.ProcessGroup | None) -> Communicator:
-        """Return the connection of the learners; evaluation and the consensus distance use it.
-
-        Raises:
-            ValueError: the baseline cannot run on these ranks.
-        """
+        """The connection, for evaluation and the consensus distance. ValueError: it cannot run on these ranks."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:

@@ -19,15 +19,10 @@ from ddpcore.options.typed import check_range, suggest
 
 
 class Codec(ABC):
-    """Encodes rows of floating-point numbers as rows of bytes. Equal rows give equal bytes on every rank.
+    """Encodes rows of floating-point numbers as rows of bytes. Equal rows give equal bytes on every rank."""
 
-    Attributes:
-        name: as on the command line.
-        consensus_step: gamma, 0..1: how far learners move towards the rows that they received.
-    """
-
-    name: ClassVar[str]
-    consensus_step: float = 1.0
+    name: ClassVar[str]  #: as on the command line
+    consensus_step: float = 1.0  #: gamma, 0..1: how far learners move towards the rows that they received
 
     @property
     def differences(self) -> bool:
@@ -45,13 +40,10 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class RoundingCodec(Codec):
-    """Rounds every element to fewer bits.
+    """Rounds every element to fewer bits."""
 
-    Args:
-        error_feedback: send changes instead of weights, so that the rounding error shrinks with the changes. It
-            requires that neighbours never change.
-    """
-
+    #: send changes instead of weights, so that the rounding error shrinks with the changes. It requires that neighbours
+    #: never change.
     error_feedback: bool = False
 
     @property
@@ -84,11 +76,9 @@ class Int8(RoundingCodec):
 
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
-        num_learners, numel = rows_LP.shape
         rounded, scales = _scaled(rows_LP, self.block, 127)
-        integers = rounded.to(torch.int8).view(num_learners, -1)[:, :numel]
-        parts = [integers.contiguous().view(torch.uint8), scales.view(torch.uint8)]
-        return torch.cat(parts, dim=1)
+        integers = rounded.to(torch.int8).view(len(rows_LP), -1)[:, : rows_LP.shape[1]]
+        return torch.cat([integers.contiguous().view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
     @override
     def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
@@ -112,8 +102,7 @@ class Int4(RoundingCodec):
 
     @override
     def decode(self, bytes_LX: Tensor, like_LP: Tensor) -> Tensor:
-        numel = like_LP.shape[1]
-        num_pairs = (numel + -numel % self.block) // 2
+        num_pairs = -(-like_LP.shape[1] // self.block) * self.block // 2
         pairs = bytes_LX[:, :num_pairs]
         integers = torch.stack((pairs // 16, pairs % 16), dim=2).float().sub_(8)
         return _unscaled(integers, bytes_LX[:, num_pairs:], like_LP)
@@ -125,16 +114,12 @@ class TopK(Codec):
 
     Every learner and its neighbours keep the same estimate of its weights. A message holds the elements of
     ``w - estimate`` of largest magnitude. The other elements stay in the difference, so no change is lost.
-
-    Args:
-        ratio: share of the elements that are sent, at least one element.
-        consensus_step: gamma of the paper; None is the ratio. A larger gamma mixes faster, but diverges above some
-            multiple of the ratio that depends on the graph: at three times on a ring, and below that on a complete
-            graph.
     """
 
     name: ClassVar[str] = "topk"
-    ratio: float = 0.05
+    ratio: float = 0.05  #: share of the elements that are sent, at least one element
+    #: gamma of the paper; None is the ratio. A larger gamma mixes faster, but diverges above some multiple of the ratio
+    #: that depends on the graph: at three times on a ring, and below that on a complete graph.
     consensus_step: float = None  # type: ignore[assignment]  # a number after __post_init__
 
     def __post_init__(self) -> None:
@@ -165,16 +150,12 @@ class SparseTopK(Codec):
     values. The bins of a chunk have the width 6/4 of the standard deviation of its elements, around their mean; a value
     is the mean of its bin. The quantizer was written after descriptions of the authors' code
     (github.com/tplr-ai/templar), whose bins are those of a whole tensor.
-
-    Args:
-        kept: elements of a chunk that are sent, a multiple of 4.
-        chunk: consecutive elements, at most 32768.
     """
 
     name: ClassVar[str] = "sparse"
-    kept: int = 64
-    chunk: int = 4096
-    consensus_step: float = 0.01  # in gossip, about the share of the elements that is sent, as for TopK
+    kept: int = 64  #: elements of a chunk that are sent, a multiple of 4
+    chunk: int = 4096  #: consecutive elements, at most 32768
+    consensus_step: float = 0.01  #: in gossip, about the share of the elements that is sent, as for TopK
 
     def __post_init__(self) -> None:
         check_range("SparseTopK: chunk", self.chunk, least=4, most=2**15)
@@ -241,11 +222,7 @@ CodecLike = Codec | str | Mapping[str, Any] | None
 
 
 def codec_of(wanted: CodecLike) -> Codec | None:
-    """Make the codec.
-
-    Raises:
-        ValueError: there is no codec of this name, or it has no such setting.
-    """
+    """Make the codec. ValueError: there is no codec of this name, or it has no such setting."""
     if wanted is None or isinstance(wanted, Codec):
         return wanted
     if not isinstance(wanted, str | Mapping):
@@ -277,6 +254,7 @@ class Published:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.rows_LP: Tensor | None = None  # q of the learners held here
+        self._before_LP: Tensor | None = None  # q without the message under way, which is sent anew after a load
         self._neighbors: dict[int, Tensor] = {}
 
     def begin(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
@@ -293,8 +271,13 @@ class Published:
             return message
         assert self.rows_LP is not None
         message = self.codec.encode(weights_LP - self.rows_LP)
-        self.rows_LP += self.codec.decode(message, weights_LP)
+        self._before_LP = self.rows_LP
+        self.rows_LP = self.rows_LP + self.codec.decode(message, weights_LP)
         return message
+
+    def settle(self) -> None:
+        """The last message is used: it is part of the state from now on."""
+        self._before_LP = None
 
     def decode(self, neighbor: int, message: Tensor, like_LP: Tensor) -> Tensor:
         """Return the published row ``[P]`` of a neighbour after its message, uint8 ``[X]``."""
@@ -306,20 +289,20 @@ class Published:
 
     def state_dict(self) -> dict[str, Tensor | dict[int, Tensor] | None]:
         """Return the state for a checkpoint."""
-        return {"rows": self.rows_LP, "neighbors": dict(self._neighbors)}
+        rows_LP = self.rows_LP if self._before_LP is None else self._before_LP
+        return {"rows": rows_LP, "neighbors": dict(self._neighbors)}
 
     def load_state_dict(self, state: dict) -> None:
         """Load the result of :meth:`state_dict`."""
-        self.rows_LP = None if state["rows"] is None else state["rows"].clone()
-        self._neighbors = {int(neighbor): row.clone() for neighbor, row in state["neighbors"].items()}
+        self._before_LP = None
+        self.rows_LP = state["rows"]
+        self._neighbors = {int(neighbor): row for neighbor, row in state["neighbors"].items()}
 
 
 class ErrorFeedback:
     """``e_j <- beta e_j + d_j``; the message is ``C(e_j)``; ``e_j <- e_j - C(e_j)`` (SparseLoCo, 2508.15706).
 
-    Args:
-        codec: C.
-        decay: beta, from 0, which forgets what was lost, to 1.
+    The decay beta is from 0, which forgets what was lost, to 1.
     """
 
     def __init__(self, codec: Codec, decay: float) -> None:
@@ -340,4 +323,4 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: dict[int, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
-        self._errors = {int(part): error.clone() for part, error in state.items()}
+        self._errors = {int(part): error for part, error in state.items()}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.base import Decode, Exchange
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import Decode, Exchange, exchange_columns
 from ddpcore.ops import WeightAverage
 from ddpcore.ops.dtypes import is_narrow
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
@@ -39,20 +38,12 @@ class AdaptiveConsensus:
     rate is above a_s. The rate is that of the first parameter group when the exchange starts.
 
     It rests on the code of the paper's author (github WangZesen/decent-sam-grc); the paper was not read. The defaults
-    are those of that code, except its ``start``, the end of the warm-up.
-
-    Args:
-        power: p, not negative; 0 is DPSGD.
-        least: c at rate 0, from 0 to 1.
-        start: s, in steps. The rate must be above 0 there.
-
-    Raises:
-        ValueError: a number is out of its range.
+    are those of that code, except its ``start``, the end of the warm-up. ValueError: a number is out of its range.
     """
 
-    power: float = 3.0
-    least: float = 0.0
-    start: int = 0
+    power: float = 3.0  #: not negative; 0 is DPSGD
+    least: float = 0.0  #: c at rate 0, from 0 to 1
+    start: int = 0  #: s, in steps. The rate must be above 0 there.
 
     def __post_init__(self) -> None:
         check_range("consensus: power", typed("consensus: power", self.power, float), least=0)
@@ -68,11 +59,7 @@ Consensus = AdaptiveConsensus | Mapping[str, Any] | Callable[[int], float] | Seq
 
 
 def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
-    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule.
-
-    Raises:
-        ValueError: it has no such setting, or a value is wrong.
-    """
+    """Make the consensus from its settings, such as ``{"power": 3, "start": 500}``, or from a schedule."""
     if wanted is None or isinstance(wanted, AdaptiveConsensus):
         return wanted
     if callable(wanted) or isinstance(wanted, list | tuple):
@@ -96,14 +83,10 @@ class _NarrowAverage(WeightAverage):
     """An average of 16-bit weights, computed in fp32. The rounding error is added to the next average.
 
     Without that, each rounding would move the mean over learners.
-
-    Attributes:
-        average: the average of the same weights in fp32.
-        strategy: keeps the rounding error in ``_remainder_LP``.
     """
 
-    average: WeightAverage
-    strategy: DPSGD
+    average: WeightAverage  # of the same weights in fp32
+    strategy: DPSGD  # keeps the rounding error
 
     @override
     def apply_(self, weights_LP: Tensor) -> None:
@@ -142,8 +125,6 @@ class DPSGD(GradientAverages):
     With ``compression`` learners move by differences of published rows q: ``sum_k W_jk w_k`` becomes
     ``w_j + gamma sum_k W_jk (q_k - q_j)``, which does not move the mean over learners.
 
-    Each learner keeps its own momentum, unless a policy changes that.
-
     Args:
         topology: W(t), which learners average with which at step t; None is ``RandomPair()``.
         order: one of ``ORDERS``.
@@ -156,8 +137,7 @@ class DPSGD(GradientAverages):
             equations count groups. A group averages its gradients in every step, as ssgd does, and each of its learners
             sends its part of the weights to its place in a neighbouring group. Without staleness and compression.
 
-    Raises:
-        ValueError: an unknown value, or a combination of options that is not supported.
+    ValueError: an unknown value, or a combination of options that is not supported.
     """
 
     name: ClassVar[str] = "dpsgd"
@@ -325,6 +305,8 @@ class DPSGD(GradientAverages):
         """Return the average of the oldest exchange, after waiting for it."""
         pending, weights_LP = self._under_way.pop(0), learner.flat.param_LP
         exchange, published = pending.exchange, pending.published_LP
+        if self._published is not None:
+            self._published.settle()
         if self._quarantined:
             exchange.quarantine(self._quarantined)
             self._quarantined = set()
@@ -342,14 +324,15 @@ class DPSGD(GradientAverages):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The published rows, the rounding error and, for staleness 1, the rows of exchanges in progress."""
-        published = None if self._published is None else self._published.state_dict()
+        combined = self._begun and self.order == ORDERS[2]  # the weights are an average already
         earlier = len(self._under_way) - self._begun  # the next forward pass begins the last one again
         return {
-            "published": published,
+            "published": None if self._published is None else self._published.state_dict(),
             "stale": [(pending.sent, pending.published_LP) for pending in self._under_way[:earlier]],
             "remainder": self._remainder_LP,
             "quarantined": None if self._quarantined is None else sorted(self._quarantined),
             "reference_lr": self._reference_lr,
+            **({"combined": True} if combined else {}),
         }
 
     @override
@@ -359,12 +342,11 @@ class DPSGD(GradientAverages):
             self._published.load_state_dict(state["published"])
         for pending in self._under_way:
             pending.exchange.abandon()
-        self._under_way, self._begun = [], False
+        self._under_way, self._begun = [], state.get("combined", False)
         self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
             self._quarantined = set(state["quarantined"] or ())
-        self._remainder_LP = None if state["remainder"] is None else state["remainder"].clone()
+        self._remainder_LP = state["remainder"]
         for sent, published in state["stale"]:
-            rows = sent.clone()
-            exchange = learner.comm.exchange(rows, self.topology, learner.step - 1)
-            self._under_way.append(_Pending(exchange, rows, published.clone()))
+            exchange = learner.comm.exchange(sent, self.topology, learner.step - 1)
+            self._under_way.append(_Pending(exchange, sent, published))

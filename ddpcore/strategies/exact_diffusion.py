@@ -33,8 +33,7 @@ class ExactDiffusion(Strategy):
     of all learners sum to zero. In float32 the equation above would let rounding errors of the size of the weights add
     up in that sum.
 
-    At a constant rate DPSGD ends at a distance of order a from the minimum of the mean loss if the learners' minima
-    differ. Here the only fixed point is that minimum, with equal weights on all learners, as long as the optimizer's
+    The only fixed point is the minimum of the mean loss, with equal weights on all learners, as long as the optimizer's
     step is linear in past gradients: SGD, with or without momentum. With another rule, such as Adam's, the fixed point
     is where the learners' *steps* add up to zero, which is another point. Take :class:`GradientTracking` there.
 
@@ -48,8 +47,7 @@ class ExactDiffusion(Strategy):
         topology: W, with period 1; None is ``Ring()``.
         lazy: whether V is ``(I + W) / 2``, which is stable for every symmetric W.
 
-    Raises:
-        ValueError: an option has another type.
+    ValueError: an option has another type.
     """
 
     name: ClassVar[str] = "exact_diffusion"
@@ -109,4 +107,4 @@ class ExactDiffusion(Strategy):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._correction_LP = None if state["correction"] is None else state["correction"].clone()
+        self._correction_LP = state["correction"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import exchange_columns
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
@@ -28,19 +28,17 @@ class GASLoC(GradientAverages):
     ``phi_j(r+1) = sum_k W_jk(r) z_k(r) + gamma (z_j(r) - z_j(r-1))``, with ``z_j(-1) = phi_j(0)``.
 
     The mean over learners moves as the anchor of DiLoCo with Nesterov momentum gamma and rate b. The learners differ,
-    because the momentum is not averaged: on a complete graph it is DiLoCo only if gamma is 0. With gamma = 0 and b = 1
-    learners average with neighbours every H steps.
+    because the momentum is not averaged: on a complete graph it is DiLoCo only if gamma is 0.
 
     With random partners a large momentum makes the differences d between learners grow without any gradient, because
     ``d(r+1) = W(r) d(r) + gamma (d(r) - d(r-1))``. E[d^2] grows if ``2 (1 - e) gamma^2 > (1 - s - 2 e + 2 e^2) gamma +
-    1 - s``, with e and s of :meth:`~ddpcore.RandomPair.kept`. For many learners and one partner e = s = 1/2, so gamma
-    must be at most 0.707; with two partners at most 0.795. This bound is derived here, and a larger gamma is a warning.
+    1 - s``, with e and s of :meth:`~ddpcore.RandomPair.kept`. For many learners and one partner gamma must be at most
+    0.707; with two partners at most 0.795. This bound is derived here, and a larger gamma is a warning.
 
     The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
-    ``I - alpha Lambda``. :class:`~ddpcore.RandomPair` gives its randomized matchings of one peer with alpha 1, and with
-    ``num_partners=2`` those of two peers with alpha 2/3, thirds: the paper's alpha is not known. The
-    value of z(-1) is not in the transcription; this one makes one learner alone equal to ``torch.optim.SGD`` with
-    ``nesterov=True``.
+    ``I - alpha Lambda``, with an alpha that is not known. :class:`~ddpcore.RandomPair` gives its randomized matchings
+    of one peer with alpha 1, and with ``num_partners=2`` those of two peers with alpha 2/3. The value of z(-1) is not
+    in the transcription; this one makes one learner alone equal to ``torch.optim.SGD`` with ``nesterov=True``.
 
     Args:
         topology: W(r), of each round r; None is ``RandomPair()``.
@@ -49,8 +47,7 @@ class GASLoC(GradientAverages):
         outer_momentum: gamma, 0 <= gamma < 1. The paper's is not known.
         group: k, see :class:`~ddpcore.LocalSGD`: k learners are one, and j and k count groups.
 
-    Raises:
-        ValueError: a number is out of its range.
+    ValueError: a number is out of its range.
     """
 
     name: ClassVar[str] = "gasloc"
@@ -112,8 +109,7 @@ class GASLoC(GradientAverages):
         """At the end of a round: take the outer step, and begin the next round there."""
         if not self._rounds.ends(learner.step):
             return
-        assert self._start_LP is not None
-        assert self._before_LP is not None
+        assert self._start_LP is not None and self._before_LP is not None
         weights_LP = learner.flat.param_LP
         weights_LP.sub_(self._start_LP).mul_(self.outer_lr).add_(self._start_LP)  # z
         learner.check_sent()
@@ -137,5 +133,4 @@ class GASLoC(GradientAverages):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        for name in ("start", "before"):
-            setattr(self, f"_{name}_LP", None if state[name] is None else state[name].clone())
+        self._start_LP, self._before_LP = state["start"], state["before"]

@@ -32,8 +32,7 @@ class GradientTracking(Strategy):
 
     Around Muon it tracks first and then orthogonalizes, as SUDA-Muon (2604.23980, abstract) and DeMuon (2510.01377)
     propose: orthogonalized steps do not commute with averages, so DPSGD around Muon rests elsewhere if the losses
-    differ. DeMuon averages later, ``q_j(t) = sum_k W_jk (q_k(t-1) + m_k(t) - m_k(t-1))`` of momentum m and
-    ``w_j(t+1) = sum_k W_jk (w_k(t) - a O(q_k(t)))``: it has the same points of rest, and its steps are others.
+    differ. DeMuon averages later: it has the same points of rest, and its steps are others.
 
     A gradient that is clipped before the step is tracked as it was clipped. Gradient scaling is refused, because an
     overflow or a new scale would stay in q.
@@ -78,13 +77,12 @@ class GradientTracking(Strategy):
         """Start the exchange of w(t) and q(t-1), in the first forward pass of a step."""
         if self._exchange is not None:
             return
-        flat = learner.flat
-        weights_LP = flat.param_LP
+        weights_LP = learner.flat.param_LP
         if self._message_LX is None:
-            self._message_LX = torch.cat([weights_LP, torch.zeros_like(weights_LP)], dim=1)
             self._gradient_LP = torch.zeros_like(weights_LP)
+            self._message_LX = torch.cat([weights_LP, self._gradient_LP], dim=1)
         learner.check_sent()
-        self._message_LX[:, : flat.numel] = weights_LP
+        self._message_LX[:, : learner.flat.numel] = weights_LP
         self._exchange = learner.comm.exchange(self._message_LX, self.topology, learner.step)
 
     @override
@@ -97,9 +95,7 @@ class GradientTracking(Strategy):
                 "gradients: train in bfloat16 or float32 without one"
             )
         self.before_forward(learner)  # does nothing, unless the gradients were set without a forward pass
-        assert self._exchange is not None
-        assert self._message_LX is not None
-        assert self._gradient_LP is not None
+        assert self._exchange is not None and self._message_LX is not None and self._gradient_LP is not None
         flat, exchange, self._exchange = learner.flat, self._exchange, None
         exchange.mixture().apply_(self._message_LX)
         learner.check_unchanged()
@@ -123,7 +119,7 @@ class GradientTracking(Strategy):
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         if self._exchange is not None:
             self._exchange.abandon()
-        self._exchange = self._message_LX = self._gradient_LP = None
+        self._exchange = self._message_LX = None
+        self._gradient_LP = state["gradient"]
         if state["tracked"] is not None:
             self._message_LX = torch.cat([learner.flat.param_LP, state["tracked"]], dim=1)
-            self._gradient_LP = state["gradient"].clone()

@@ -21,28 +21,20 @@ ON_NONFINITE = ("raise", "skip", "quarantine")
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """A gradient, or weights, that are not finite.
+    """A gradient, or weights, that are not finite."""
 
-    Attributes:
-        step: the optimizer step, counted from 1.
-        learner: whose; None if only the average over learners is not finite.
-        parameter: the first parameter, in the order of ``model.named_parameters()``, that is not finite.
-        what: ``gradient`` or ``weights``.
-        action: one of ``ON_NONFINITE``.
-    """
-
-    step: int
-    learner: int | None
-    parameter: str
-    what: str
-    action: str
+    step: int  #: the optimizer step, counted from 1
+    learner: int | None  #: whose; None if only the average over learners is not finite
+    parameter: str  #: the first parameter, in the order of ``model.named_parameters()``, that is not finite
+    what: str  #: ``gradient`` or ``weights``
+    action: str  #: one of ``ON_NONFINITE``
 
     def __str__(self) -> str:
         whose = "the average over learners" if self.learner is None else f"learner {self.learner}"
-        return f"step {self.step}, {whose}: the {self.what} of {self.parameter} {_VERB[self.what]} not finite"
+        verb = "is" if self.what == "gradient" else "are"
+        return f"step {self.step}, {whose}: the {self.what} of {self.parameter} {verb} not finite"
 
 
-_VERB = {"gradient": "is", "weights": "are"}
 _ADVICE = {
     "gradient": "no weight has changed: lower the learning rate, clip gradients, or pass on_nonfinite='skip'",
     "weights": "no other learner has got them: begin at the last checkpoint, with a lower learning rate",
@@ -94,32 +86,21 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
 
 @dataclass
 class Learner:
-    """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners.
+    """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners."""
 
-    Attributes:
-        flat: parameters and gradients, ``[L, P]``.
-        comm: the connection to the other learners.
-        optimizer: the user's optimizer, with the parameters of all learners held here.
-        models: one per learner held here.
-        step: optimizer steps taken so far, the t of the equations.
-        num_samples: of the loss of each learner held here, if averages count samples; one number for one learner.
-        hooks_paused: whether forward passes call no strategy and no observer, as in passes of diagnostics.
-        shares: float64 ``[n]``, the weight of each learner in averages; None for equal weights.
-        share_mean: the mean of ``shares``: 1, until a learner dies and its share is lost.
-        live: the weights that peers change at any time, if they are not those of the models; else None.
-        watch: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets.
-    """
-
-    flat: FlatParameters
-    comm: Communicator
-    optimizer: torch.optim.Optimizer
-    models: Sequence[nn.Module]
-    step: int = 0
+    flat: FlatParameters  #: parameters and gradients, ``[L, P]``
+    comm: Communicator  #: the connection to the other learners
+    optimizer: torch.optim.Optimizer  #: the user's optimizer, with the parameters of all learners held here
+    models: Sequence[nn.Module]  #: one per learner held here
+    step: int = 0  #: optimizer steps taken so far, the t of the equations
+    #: of the loss of each learner held here, if averages count samples; one number for one learner
     num_samples: int | Sequence[int] | None = None
-    hooks_paused: bool = False
-    shares: Tensor | None = None
-    share_mean: float = 1.0
+    hooks_paused: bool = False  #: whether forward passes call no strategy and no observer, as in passes of diagnostics
+    shares: Tensor | None = None  #: float64 ``[n]``, the weight of each learner in averages; None for equal weights
+    share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
+    #: the weights that peers change at any time, if they are not those of the models; else None
     live: LiveWeights | None = None
+    #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
@@ -137,23 +118,15 @@ class Learner:
         return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
 
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
-        """Check that weights which are about to be sent are finite. It costs one sum over them.
+        """Check that weights which are about to be sent, all or some columns, are finite. It costs one sum over them.
 
-        Args:
-            columns_LX: those columns of the weights that are sent; None for all.
-
-        Raises:
-            NonFiniteError: they are not, such as after a step that overflowed. Nothing was sent.
+        Raises NonFiniteError if they are not, such as after a step that overflowed. Nothing was sent then.
         """
         if self.watch is not None:
             self.watch.check_sent(columns_LX)
 
     def check_unchanged(self) -> None:
-        """Check that the program has not changed the weights since :meth:`check_sent`, while neighbours read them.
-
-        Raises:
-            RuntimeError: it has, by an operation that raises the version of a tensor.
-        """
+        """Raise RuntimeError if the program has changed the weights since :meth:`check_sent`, by a versioned change."""
         if self.watch is not None:
             self.watch.check_unchanged()
 

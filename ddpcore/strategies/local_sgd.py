@@ -11,16 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
-from ddpcore.comm.base import Exchange
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import Exchange, exchange_columns
 from ddpcore.options.typed import check_range, typed
-from ddpcore.strategies.anchor import Anchor, MakeOptimizer, outer_of
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of
-from ddpcore.strategies.fragments import Fragments, Part, check_fragments, parts_of
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import GradientAverages
-from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of
+from ddpcore.strategies.outer import Anchor, Fragments, MakeOptimizer, Part, check_fragments, outer_of, parts_of
+from ddpcore.strategies.ssgd import GradientAverages, Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
 from ddpcore.topology.schedule import Rounds, Setting, Varying
@@ -61,8 +58,7 @@ class LocalSGD(GradientAverages):
     - With ``group``, k consecutive learners are one learner with k times the batch: ``g_j(w_j)`` is the mean of the
       gradients of j's group, whose learners hold the same weights.
     - With ``topology`` each learner steps an anchor of its own towards the average with its neighbours
-      (:class:`~ddpcore.NoLoCo`). With ``group`` besides, W has a row for each group: a learner sends 1/k of its weights
-      to its place in each neighbouring group, and k - 1 times as much inside its group.
+      (:class:`~ddpcore.NoLoCo`). With ``group`` besides, W has a row for each group.
 
     Args:
         period: H, local steps between two averages; 1 averages after every step. A schedule, a function from the step
@@ -75,8 +71,8 @@ class LocalSGD(GradientAverages):
         outer: makes an optimizer of the anchor from the list of tensors that it steps. A mapping has the settings of
             ``torch.optim.SGD``. None takes the average itself.
         topology: which learners average with which in each round; None for all with all. Each learner then keeps an
-            anchor and a state of the outer optimizer of its own, and sends its weights only. With random partners a
-            large momentum of ``outer`` moves the learners apart, see :class:`~ddpcore.NoLoCo`; no warning says so here.
+            anchor and a state of the outer optimizer of its own. With random partners a large momentum of ``outer``
+            moves the learners apart, see :class:`~ddpcore.NoLoCo`; no warning says so here.
         fragments: parts of the weights. Each is averaged at its own time, evenly over the period, so an average
             sends fewer bytes at once. A number divides the parameters by size, and lists of names by module:
             ``[["layer1"], ["layer2", "head"]]``. The last fragment comes first in the period.
@@ -85,15 +81,12 @@ class LocalSGD(GradientAverages):
             ``alpha`` only.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``. It may
             be a schedule, too.
-        compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``. All
-            learners send them to all: a message of n - 1 times its size each, where an average in fp32 sends twice the
-            weights at most. It needs ``outer``. With ``group`` a learner sends to one learner of each other group.
+        compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``, which all
+            learners send to all. It needs ``outer``. With ``group`` a learner sends to one learner of each other group.
         group: k, a divisor of the number of learners. Learners 0 to k-1, k to 2k-1, and so on, are groups, and each of
-            them averages its gradients in every step, as ssgd does. torchrun numbers the ranks of a host consecutively,
-            so a group may be a host. 1: each learner steps alone.
-        then: a second topology W2: the result of the outer step is averaged again, at once. A round ends with
-            ``phi_j <- sum_k W2_jk(r) u_k``, where u_k is learner k's result without ``then``. This is Factored Gossip
-            DiLoCo (2606.22768) as its abstract has it; the appendix with its algorithm was not read.
+            them averages its gradients in every step, as ssgd does. 1: each learner steps alone.
+        then: a second topology W2: the result u of the outer step is averaged again, at once: ``phi_j <- sum_k W2_jk(r)
+            u_k``. This is Factored Gossip DiLoCo (2606.22768) as its abstract has it; its appendix was not read.
         restart: R: the outer optimizer forgets its state after every R rounds, which widens the range of stable rates
             and momenta (2605.28585, abstract); 0: never.
         weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
@@ -103,8 +96,7 @@ class LocalSGD(GradientAverages):
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 
-    Raises:
-        ValueError: a number is out of its range, or options exclude each other.
+    ValueError: a number is out of its range, or options exclude each other.
     """
 
     name: ClassVar[str] = "local_sgd"
@@ -152,11 +144,8 @@ class LocalSGD(GradientAverages):
         probe = torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")
         self.outer_options = None if outer is None else describe(outer([probe]))
         self.topology = None if topology is None else self._between(topology_of(self.name, topology))
-        self.fragments = fragments
-        self.overlap = overlap
-        self.alpha = self._alpha.value
-        self.compression = compression
-        self.error_decay = error_decay
+        self.fragments, self.overlap, self.alpha = fragments, overlap, self._alpha.value
+        self.compression, self.error_decay = compression, error_decay
         vars(self).pop("group", None)  # the last one, as version 0.2 described a strategy, whose checkpoints go on
         self.group = group
         if then is not None or restart:
@@ -172,16 +161,12 @@ class LocalSGD(GradientAverages):
         self._feedback = None if compression is None else ErrorFeedback(compression, error_decay)
 
     def __repr__(self) -> str:
-        shown = {
-            "period": True, "warmup_steps": True, "switch_step": True, "fragments": True,
-            "topology": self.topology is not None,
-            "overlap": self.overlap or self.alpha, "alpha": self.overlap or self.alpha,
-            "compression": self.compression is not None, "error_decay": self.compression is not None,
-            "group": self.group > 1, "weights": self.weights is not None, "then": self.then is not None,
-            "restart": self.restart,
-        }  # fmt: skip
-        options = self._shown(*(name for name, is_shown in shown.items() if is_shown))
-        return f"LocalSGD({options}, outer={'yes' if self.outer else None})"
+        names = ["period", "warmup_steps", "switch_step", "fragments", *["topology"] * (self.topology is not None)]
+        names += ["overlap", "alpha"] if self.overlap or self.alpha else []
+        names += ["compression", "error_decay"] if self.compression is not None else []
+        more = ("group", "weights", "then", "restart")
+        names += [name for name in more if getattr(self, name) != getattr(LocalSGD, name)]
+        return f"LocalSGD({self._shown(*names)}, outer={'yes' if self.outer else None})"
 
     @property
     @override
@@ -267,8 +252,7 @@ class LocalSGD(GradientAverages):
 
     def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
         weights_LP = learner.flat.param_LP
-        start_AP = weights_LP[:1] if self.topology is None else weights_LP
-        return Anchor(start_AP, [(begin, end) for _, begin, end in self._parts], make)
+        return Anchor(weights_LP[:1] if self.topology is None else weights_LP, self._parts, make)
 
     def _start(self, learner: Learner, index: int) -> Callable[[], Tensor]:
         """Send part ``index``. What it returns waits for the average, ``[L, X]``, or ``[1, X]`` of all learners."""

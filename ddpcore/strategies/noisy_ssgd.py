@@ -25,7 +25,7 @@ class NoisySSGD(SSGD):
     - ``per_learner``: ``w(t+1) = w(t) - a/n sum_k g_k(w(t) + s x_k(t))``: each learner computes its gradient at some
       distance from the mean, as the learners of dpsgd do, but the same distance in every direction. The noise is in the
       weights from a forward pass that records gradients to its backward pass. So call the two in turn, and evaluate
-      under ``torch.no_grad()``.
+      under ``torch.no_grad()``. A change of weights in between, other than a loaded state, is an error.
 
     x is standard normal, from a counter-based generator keyed by (seed, step, position in the flat buffer). Nothing is
     sent. Every rank draws the same numbers, on any device and for any number of learners.
@@ -35,8 +35,7 @@ class NoisySSGD(SSGD):
         seed: of the noise.
         where: ``shared`` or ``per_learner``.
 
-    Raises:
-        ValueError: an option is out of its range.
+    ValueError: an option is out of its range.
     """
 
     name: ClassVar[str] = "noisy_ssgd"
@@ -48,6 +47,7 @@ class NoisySSGD(SSGD):
         check_choice("noisy_ssgd: where", where, ("shared", "per_learner"))
         self.std, self.seed, self.where = std, seed, where
         self._clean_LP: Tensor | None = None  # the weights without the noise, while they hold it
+        self._versions: list[int] = []  # of the parameters with the noise
 
     def __repr__(self) -> str:
         return f"NoisySSGD({self.std}, seed={self.seed}, where={self.where!r})"
@@ -80,6 +80,7 @@ class NoisySSGD(SSGD):
             self._clean_LP = learner.flat.param_LP.clone()
             self._add_noise(learner, learner.flat.param_LP)
             torch.autograd.graph.increment_version(learner.flat.parameters)
+            self._versions = [parameter._version for parameter in learner.flat.parameters]
 
     def _add_noise(self, learner: Learner, weights_LP: Tensor) -> None:
         """Add that of each learner at this step."""
@@ -101,11 +102,21 @@ class NoisySSGD(SSGD):
 
     @override
     def restore_weights(self, learner: Learner) -> None:
-        """``per_learner``: remove the noise, also after a forward pass without a backward pass."""
-        if self._clean_LP is not None:
-            learner.flat.param_LP.copy_(self._clean_LP)
-            self._clean_LP = None
-            torch.autograd.graph.increment_version(learner.flat.parameters)
+        """``per_learner``: remove the noise, also after a forward pass without a backward pass.
+
+        Raises:
+            RuntimeError: the program has changed the weights meanwhile, which this would undo.
+        """
+        if self._clean_LP is None:
+            return
+        clean_LP, self._clean_LP = self._clean_LP, None
+        if self._versions != [parameter._version for parameter in learner.flat.parameters]:
+            raise RuntimeError(
+                f"{self.name}: weights were changed after a forward pass and before its backward pass, while they hold "
+                "noise: change them after a step, or run other forward passes under torch.no_grad()"
+            )
+        learner.flat.param_LP.copy_(clean_LP)
+        torch.autograd.graph.increment_version(learner.flat.parameters)
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:

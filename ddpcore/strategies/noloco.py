@@ -26,9 +26,8 @@ class NoLoCo(LocalSGD):
     The momentum m_j is never sent, only theta_j. In one group of all, a complete graph, it is DiLoCo with heavy-ball
     momentum. Learners stay apart if their data differ: take ``handle.evaluation_model()``.
 
-    This is the rule of the authors' code (github.com/jkolehm/noloco), which writes the bracket as
-    ``(mean theta - mean phi) + (mean phi - phi_j)``. The paper gives the second part a factor of its own, which is b in
-    the code. The paper was not read. The defaults are those of the authors' configurations.
+    This is the rule of the authors' code (github.com/jkolehm/noloco), and the defaults are those of its configurations.
+    The paper, which was not read, gives the part ``mean phi - phi_j`` of the bracket a factor of its own.
 
     With random partners a large momentum makes the differences d between learners grow without any gradient: E[d^2]
     grows if ``b (1 - 2 e + s) (1 + mu) > 2 (1 - e) (1 - mu^2) + 2 mu b (1 - e)^2``, with e and s of
@@ -42,8 +41,7 @@ class NoLoCo(LocalSGD):
         outer_momentum: mu, 0 <= mu < 1.
         group: k, see :class:`~ddpcore.LocalSGD`: k learners are one, and sum over groups.
 
-    Raises:
-        ValueError: a number is out of its range.
+    ValueError: a number is out of its range.
     """
 
     name: ClassVar[str] = "noloco"

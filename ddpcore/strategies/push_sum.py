@@ -91,6 +91,6 @@ class PushSum(Strategy):
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._push_weights = learner.shares = state["push_weights"].clone()
+        self._push_weights = learner.shares = state["push_weights"]
         self._share_mean = learner.share_mean = state["share_mean"]
         self._is_biased = False

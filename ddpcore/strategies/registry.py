@@ -78,10 +78,6 @@ STRATEGIES: Registry[Strategy | Baseline] = Registry(
 
 
 def is_baseline(name: str) -> bool:
-    """Whether the strategy of this name is a :class:`Baseline`, which trains without ddpcore.
-
-    Raises:
-        ValueError: there is no such strategy.
-    """
+    """Whether the strategy of this name is a :class:`Baseline`. ValueError: there is no such strategy."""
     made = STRATEGIES.find(name)
     return inspect.isclass(made) and issubclass(made, Baseline)

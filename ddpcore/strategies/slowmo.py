@@ -28,8 +28,7 @@ class SlowMo(Strategy):
         slow_momentum: beta, 0 <= beta < 1.
         slow_lr: alpha.
 
-    Raises:
-        ValueError: a number is out of its range, or the base is not supported.
+    ValueError: a number is out of its range, or the base is not supported.
     """
 
     name: ClassVar[str] = "slowmo"
@@ -97,8 +96,7 @@ class SlowMo(Strategy):
         weights_LP = learner.flat.param_LP
         learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
-        assert self._anchor_P is not None
-        assert self._momentum_P is not None
+        assert self._anchor_P is not None and self._momentum_P is not None
         lr = learner.optimizer.param_groups[0]["lr"]
         if lr == 0:
             raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above 0")

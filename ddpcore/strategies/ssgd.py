@@ -1,7 +1,11 @@
-"""Synchronous SGD, and the averages of gradients that other strategies share."""
+"""Synchronous SGD, and the averages of gradients that other strategies share, with weights of learners.
+
+Shapes: n learners in all, L held by this process.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,20 +16,77 @@ from ddpcore.comm.base import Work
 from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, Strategy, Traits
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.weights import Weights, own_samples, scale_, shares_of, weights_of
-from ddpcore.topology.base import Topology, relative
+from ddpcore.topology.base import Topology, checked_weights, relative
 from ddpcore.topology.wrapped import BetweenGroups
+
+Weights = Sequence[float] | str | None
+"""A number for each learner, one of ``COUNTED``, or None: all learners count alike."""
+
+COUNTED = ("samples", "tokens")
+
+
+def weights_of(name: str, wanted: Sequence[float] | str) -> Weights:
+    """The weights as they are kept. ValueError: a number is negative, all are 0, or there is no such word."""
+    if isinstance(wanted, str) and wanted in COUNTED:
+        return wanted
+    if isinstance(wanted, str):
+        raise ValueError(f"{name}: weights is {wanted!r}: give a number for each learner, or {' or '.join(COUNTED)}")
+    return checked_weights(name, wanted, zeros=True)
+
+
+def own_samples(learner: Learner) -> Tensor:
+    """The samples of this step, float64 ``[L]``; NaN where the loop has not set them."""
+    num, rows = learner.num_samples, len(learner.comm.learners)
+    counts: list[int | None] = [num] * rows if num is None or isinstance(num, int) else [*num]
+    counts = counts if len(counts) == rows else [None] * rows
+    return torch.tensor([float("nan") if one is None else one for one in counts], dtype=torch.float64, device="cpu")
+
+
+def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | None, size: int = 0) -> Tensor | None:
+    """The weight of each learner divided by the mean weight, float64 ``[n]``; None if all are equal.
+
+    Collective if weights are counted: ``counts_L`` are the samples of the learners held here. ``size`` learners are a
+    group, whose mean divides; 0: all are one group. ValueError, on all learners: a number of samples is negative or was
+    not set, or all are 0.
+    """
+    num = learner.comm.num_learners
+    if weights is None:
+        return None
+    if isinstance(weights, str):
+        assert counts_L is not None
+        all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device)).cpu()
+        bad = [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]
+        if bad:
+            raise ValueError(
+                f"{name}: num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative: "
+                "before each backward pass set handle.num_samples to the samples of its loss, one for each learner here"
+            )
+        weights = (all_n.square() if weights == "tokens" else all_n).tolist()
+    size = size or num
+    table = torch.tensor(weights, dtype=torch.float64, device="cpu").view(-1, size)
+    if not bool(table.any(dim=1).all()):
+        raise ValueError(
+            f"{name}: all learners{' of a group' if size < num else ''} have 0 samples: leave the step out"
+        )
+    return None if bool((table == table[:, :1]).all()) else (table / table.mean(dim=1, keepdim=True)).view(-1)
+
+
+def scale_(rows_LX: Tensor, shares_n: Tensor | None, learner: Learner) -> None:
+    """Multiply the rows of the learners held here by their shares. A share of 0 gives 0, even for NaN."""
+    if shares_n is None:
+        return
+    for row, share in zip(rows_LX, shares_n[list(learner.comm.learners)].tolist(), strict=True):
+        if share == 0:
+            row.zero_()
+        elif share != 1:
+            row.mul_(share)
 
 
 class GradientAverages(Strategy):
     """A strategy that averages gradients of all learners, or of groups of ``group`` learners, as its ``plan`` says.
 
     Buckets of gradients are averaged during the backward pass. When it returns, ``.grad`` holds the mean, as under
-    DistributedDataParallel.
-
-    Args:
-        group: k, consecutive learners that average their gradients in every step; 1: there are no groups.
-        weights: see :class:`SSGD`.
+    DistributedDataParallel. With a group of 1 there are no groups. :class:`SSGD` has ``weights``.
     """
 
     group: int = 1
@@ -65,8 +126,7 @@ class GradientAverages(Strategy):
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
         """Start to average the columns, in a step whose plan says so.
 
-        Raises:
-            RuntimeError: the last backward pass failed, and no forward pass has run since then.
+        RuntimeError: the last backward pass failed, and no forward pass has run since then.
         """
         is_first = columns.storage_offset() == learner.flat.grad_LP.storage_offset()
         if is_first and self._works:
@@ -103,8 +163,7 @@ class SSGD(GradientAverages):
             the loop sets ``handle.num_samples`` before each backward pass. If losses are means over so many samples,
             ``.grad`` is the gradient of the mean over all of them; a learner with 0 samples needs no pass.
 
-    Raises:
-        ValueError: a weight is negative, all are 0, or there is not one for each learner.
+    ValueError: a weight is negative, all are 0, or there is not one for each learner.
     """
 
     name: ClassVar[str] = "ssgd"

@@ -38,52 +38,32 @@ def torch_sgd(params: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """How a small run differs from the plain one.
+    """How a small run differs from the plain one."""
 
-    Attributes:
-        name: for error messages.
-        make_optimizer: makes the optimizer of the parameters that it is given. Ranks import it by its name.
-        accumulation: backward passes in a step; 1, 2 or 4.
-        averages_each: whether each of them averages; else all but the last are in ``no_sync()``.
-        freeze: whether the bias of the first layer is frozen.
-        batch_norm: whether the model has running statistics.
-        resume_at: number of steps after which everything is made again and goes on from the saved state; None does not.
-        bucket_bytes: size of a bucket of averaged gradients.
-        lr_decay: factor of the learning rate after each step.
-    """
-
-    name: str = "plain"
+    name: str = "plain"  #: for error messages
+    #: makes the optimizer of the parameters that it is given. Ranks import it by its name.
     make_optimizer: MakeOptimizer = fused_sgd
-    accumulation: int = 1
-    averages_each: bool = False
-    freeze: bool = False
-    batch_norm: bool = False
+    accumulation: int = 1  #: backward passes in a step; 1, 2 or 4
+    averages_each: bool = False  #: whether each of them averages; else all but the last are in ``no_sync()``
+    freeze: bool = False  #: whether the bias of the first layer is frozen
+    batch_norm: bool = False  #: whether the model has running statistics
+    #: number of steps after which everything is made again and goes on from the saved state; None does not
     resume_at: int | None = None
-    bucket_bytes: int = 128  # several buckets, cut inside tensors
-    lr_decay: float = 1.0
+    bucket_bytes: int = 128  #: size of a bucket of averaged gradients: there are several, cut inside tensors
+    lr_decay: float = 1.0  #: factor of the learning rate after each step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the learners of this process end with.
+    """What the learners of this process end with."""
 
-    Attributes:
-        weights: of all parameters and of the running statistics, ``[L, x]``.
-        num_weights: columns of ``weights`` that are parameters.
-        losses: of the last backward pass of each step, ``[steps, L]``.
-        average: parameters and running statistics of ``evaluation_model()``, ``[x]``.
-        consensus: ``consensus_distance()``.
-        shares: how much each learner counts in an average; None where all count alike.
-        bytes_sent: of one learner.
-    """
-
-    weights: Tensor
-    num_weights: int
-    losses: Tensor
-    average: Tensor
-    consensus: float
-    shares: Tensor | None
-    bytes_sent: int
+    weights: Tensor  #: of all parameters and of the running statistics, ``[L, x]``
+    num_weights: int  #: columns of ``weights`` that are parameters
+    losses: Tensor  #: of the last backward pass of each step, ``[steps, L]``
+    average: Tensor  #: parameters and running statistics of ``evaluation_model()``, ``[x]``
+    consensus: float  #: ``consensus_distance()``
+    shares: Tensor | None  #: how much each learner counts in an average; None where all count alike
+    bytes_sent: int  #: of one learner
 
 
 def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
@@ -98,11 +78,7 @@ class SmallRun:
     """A model of 66 weights in training.
 
     Args:
-        make_strategy: makes a new strategy.
-        num_learners: in all.
-        scenario: see :class:`Scenario`.
         mesh: instead of a group: ``learners`` and ``shards``, so that several ranks are one learner.
-        device: of the model.
         arguments: of :func:`ddpcore.distribute`; the connection gets the buckets of the scenario. With a ``group`` or a
             mesh and without ``learners`` each rank is one learner. Without both all learners are virtual.
     """
@@ -193,20 +169,20 @@ class SmallRun:
     def _result(self, handle: Distributed, losses: Tensor) -> Result:
         bytes_sent = handle.comm.bytes_sent
         evaluation = handle.evaluation_model()
-        rows = [torch.cat([x.detach().flatten() for x in _numbers(one).values()]) for one in handle.models]
         return Result(
-            weights=torch.stack(rows).cpu(),
+            weights=torch.stack([_row_of(model) for model in handle.models]).cpu(),
             num_weights=sum(parameter.numel() for parameter in evaluation.parameters()),
             losses=losses.cpu(),
-            average=torch.cat([tensor.detach().flatten() for tensor in _numbers(evaluation).values()]).cpu(),
+            average=_row_of(evaluation).cpu(),
             consensus=handle.consensus_distance(),
             shares=None if handle.learner is None else handle.learner.shares,
             bytes_sent=bytes_sent,
         )
 
 
-def _numbers(model: nn.Module) -> dict[str, Tensor]:
+def _row_of(model: nn.Module) -> Tensor:
     """Parameters, and then buffers of floating-point numbers. Those of a learner of several ranks are gathered."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
-    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in named.items()}
+    wholes = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in named.values())
+    return torch.cat([whole.detach().flatten() for whole in wholes])

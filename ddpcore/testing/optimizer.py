@@ -26,8 +26,7 @@ def check_optimizer(factory: MakeOptimizer) -> None:
     Args:
         factory: makes the optimizer of the parameters that it is given: ``lambda params: MyRule(params, lr=0.1)``.
 
-    Raises:
-        AssertionError: something is wrong; one line says what.
+    AssertionError: something is wrong; one line says what.
     """
     reference = _train(factory)
     name = type(factory([nn.Parameter(torch.zeros(1))])).__name__

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ddpcore.topology import rounds as of_step
 from ddpcore.topology import spectrum
-from ddpcore.topology.rounds import MixingMatrix, Round
+from ddpcore.topology.rounds import MixingMatrix, Round, Vector
 
 Matrix = npt.NDArray[np.float64]
 """A mixing matrix W, float64 [n, n]: W[j, k] is the weight that learner j gives to learner k."""
@@ -43,7 +43,7 @@ class Topology(ABC):
         """
         return None
 
-    def kept_weights(self, num_learners: int) -> spectrum.Vector | None:
+    def kept_weights(self, num_learners: int) -> Vector | None:
         """How much each learner counts in the mean that averages keep, float64 [n] with mean 1; None: all alike."""
         return None
 
@@ -103,7 +103,6 @@ class Topology(ABC):
         columns hold ``sum_j p_j W[j, k] = p_k`` instead.
 
         Args:
-            num_learners: n.
             push_sum: only columns need to sum to one. Averages over such a W converge to a weighted mean of the
                 learners; push-sum divides by these weights.
         """
@@ -131,7 +130,7 @@ def checked_weights(name: str, given: object, *, zeros: bool = False) -> tuple[f
     return weights
 
 
-def relative(name: str, weights: Sequence[float], num_learners: int) -> spectrum.Vector | None:
+def relative(name: str, weights: Sequence[float], num_learners: int) -> Vector | None:
     """The weights of n learners divided by their mean, float64 [n]; None if all are equal.
 
     ValueError: there are not n.

@@ -18,47 +18,36 @@ MOST_CHECKED = 256  # learners: check_stale computes eigenvalues of a dense matr
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Numbers of a topology with n learners; edges, degrees and messages of a random one are of its first 32 steps.
+    """Numbers of a topology with n learners; edges, degrees and messages of a random one are of its first 32 steps."""
 
-    Attributes:
-        num_learners: n.
-        period: steps after which the rounds repeat; None: random.
-        num_edges: directed edges (k, j), k sends to j, of all steps together.
-        degree_min, degree_mean, degree_max: number of learners that a learner sends to at a step.
-        messages_per_step: messages of all learners, each of the size of the model: n * degree_mean.
-        models_sent_per_step: bytes that a learner sends at a step, on average, divided by the bytes of the model. A
-            bandwidth-optimal all-reduce sends 2 (n - 1) / n.
-        doubly_stochastic: rows and columns of W sum to one; otherwise only columns do, and only push-sum averages, or
-            averages keep a weighted mean of the learners.
-        spectral_gap: see `Topology.spectral_gap`.
-        epsilon: the factor of `mixing_time`.
-        mixing_time: steps, in whole periods, until the distance from the mean is at most epsilon times the initial one,
-            for any start. Random: the root of the expected squared distance. Only columns sum to one: asymptotically,
-            at the rate of the second eigenvalue. Infinite if the gap is zero.
-        smallest_eigenvalue: of W if it is symmetric and the same at every step, else None. On a loss of curvature h,
-            average-while-computing at a learning rate lr stays bounded only while lr * h < 1 + smallest_eigenvalue.
-    """
-
-    num_learners: int
-    period: int | None
-    num_edges: int
-    degree_min: int
+    num_learners: int  #: n
+    period: int | None  #: steps after which the rounds repeat; None: random
+    num_edges: int  #: directed edges (k, j), k sends to j, of all steps together
+    degree_min: int  #: number of learners that a learner sends to at a step
     degree_mean: float
     degree_max: int
-    messages_per_step: float
+    messages_per_step: float  #: messages of all learners, each of the size of the model: n * degree_mean
+    #: bytes that a learner sends at a step, on average, divided by the bytes of the model. A bandwidth-optimal
+    #: all-reduce sends 2 (n - 1) / n.
     models_sent_per_step: float
+    #: rows and columns of W sum to one; otherwise only columns do, and only push-sum averages, or averages keep a
+    #: weighted mean of the learners
     doubly_stochastic: bool
-    spectral_gap: float
-    epsilon: float
+    spectral_gap: float  #: see `Topology.spectral_gap`
+    epsilon: float  #: the factor of `mixing_time`
+    #: steps, in whole periods, until the distance from the mean is at most epsilon times the initial one, for any
+    #: start. Random: the root of the expected squared distance. Only columns sum to one: asymptotically, at the rate of
+    #: the second eigenvalue. Infinite if the gap is zero.
     mixing_time: float
+    #: of W if it is symmetric and the same at every step, else None. On a loss of curvature h, average-while-computing
+    #: at a learning rate lr stays bounded only while lr * h < 1 + smallest_eigenvalue.
     smallest_eigenvalue: float | None
 
 
 def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math.e) -> Description:
     """Measure a topology with n learners, at the cost of its edges and of `Topology.spectral_gap`.
 
-    Raises:
-        ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
+    ValueError: epsilon is not between 0 and 1, or the topology does not support so many learners.
     """
     check(0, 0, num_learners)
     check_range("epsilon", epsilon, above=0, below=1)

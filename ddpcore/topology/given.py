@@ -11,8 +11,7 @@ import numpy as np
 
 from ddpcore.topology.base import check, checked_weights, relative
 from ddpcore.topology.regular import Static
-from ddpcore.topology.rounds import Round
-from ddpcore.topology.spectrum import Vector
+from ddpcore.topology.rounds import Round, Vector
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class FromMatrix(Given):
             Round(given.pop(rank, 0.0), tuple(given), tuple(given.values()), tuple(readers[rank]))
             for rank, given in enumerate(found)
         ]
-        object.__setattr__(self, "_rounds", tuple(rounds))
-        object.__setattr__(self, "weights", None if weights is None else checked_weights("FromMatrix", weights))
+        kept = None if weights is None else checked_weights("FromMatrix", weights)
+        vars(self).update(_rounds=tuple(rounds), weights=kept)
         self.validate(len(rounds))
 
     def kept_weights(self, num_learners: int) -> Vector | None:

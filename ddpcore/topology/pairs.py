@@ -14,8 +14,6 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.topology.base import Topology, check
 from ddpcore.topology.rounds import Round
 
-Pairs = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True)
 class RandomPair(Topology):
@@ -82,7 +80,7 @@ class Matching(Topology):
     its own partner, negative, or too large for the number of learners.
     """
 
-    rounds_of_pairs: tuple[Pairs, ...]
+    rounds_of_pairs: tuple[tuple[tuple[int, int], ...], ...]
     _partners: tuple[dict[int, int], ...] = field(repr=False, compare=False)
     _last: int = field(repr=False, compare=False)  # the largest learner in a pair
 
@@ -97,11 +95,9 @@ class Matching(Topology):
                 if times > 1:
                     text = f"Matching: learner {rank} is twice in round {step}, it can have one partner"
                     raise ValueError(f"{text}: move a pair to another round")
-        object.__setattr__(self, "rounds_of_pairs", given)
-        both_ways = (chain(pairs, ((right, left) for left, right in pairs)) for pairs in given)
-        partners = tuple(map(dict, both_ways))
-        object.__setattr__(self, "_partners", partners)
-        object.__setattr__(self, "_last", max(chain.from_iterable(partners), default=0))
+        partners = tuple(dict(chain(pairs, ((right, left) for left, right in pairs))) for pairs in given)
+        last = max(chain.from_iterable(partners), default=0)
+        vars(self).update(rounds_of_pairs=given, _partners=partners, _last=last)
 
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """The partner in this round, with weights 1/2, or none."""

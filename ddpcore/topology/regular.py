@@ -47,17 +47,13 @@ class Complete(Static, Cyclic):
 class Ring(Static, Cyclic):
     """Each learner averages with its neighbours on a ring (Lian et al. 2017).
 
-    Args:
-        neighbors_each_side: k. More than one need at least 2k + 1 learners; one fits any number.
-        self_weight: s, the share of a learner's own weights, from 0 to below 1; the neighbours share the rest equally.
-            None is the mean, 1 / (number of neighbours + 1). With k = 1 and an even number of learners, the smallest
-            eigenvalue of W is 2s - 1.
-
-    Raises:
-        ValueError: an argument is out of its range, or there are too few learners.
+    ValueError: an argument is out of its range, or there are too few learners.
     """
 
-    neighbors_each_side: int = 1
+    neighbors_each_side: int = 1  #: k. More than one need at least 2k + 1 learners; one fits any number.
+    #: s, the share of a learner's own weights, from 0 to below 1; the neighbours share the rest equally. None is the
+    #: mean, 1 / (number of neighbours + 1). With k = 1 and an even number of learners, the smallest eigenvalue of W is
+    #: 2s - 1.
     self_weight: float | None = None
 
     def __post_init__(self) -> None:

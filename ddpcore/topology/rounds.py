@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 TOLERANCE = 1e-6  # of row and column sums: accepts matrices that were rounded to float32
+Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,11 @@ def uniform(sources: Iterable[int], destinations: Iterable[int]) -> Round:
 
 @dataclass(frozen=True, eq=False)
 class MixingMatrix:
-    """The mixing matrix W of a step, n x n, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``.
+    """The mixing matrix W of a step, in compressed rows: ``scipy.sparse.csr_array((values, columns, offsets))``."""
 
-    Attributes:
-        offsets: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1].
-        columns: int64, of each entry. No entry of a row has the column of another.
-        values: float64, of each entry.
-    """
-
-    offsets: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
+    offsets: npt.NDArray[np.int64]  #: int64 [n + 1]; the entries of row j are those from offsets[j] to offsets[j + 1]
+    columns: npt.NDArray[np.int64]  #: int64, of each entry. No entry of a row has the column of another.
+    values: Vector  #: float64, of each entry
 
     @property
     def num_learners(self) -> int:
@@ -60,25 +55,22 @@ class MixingMatrix:
         """The row of each entry."""
         return np.repeat(np.arange(self.num_learners), np.diff(self.offsets))
 
-    def __matmul__(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def __matmul__(self, vector: Vector) -> Vector:
         return self._added(self.rows, self.values * vector[self.columns])
 
-    def sums(
-        self, weights: npt.NDArray[np.float64] | None = None
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def sums(self, weights: Vector | None = None) -> tuple[Vector, Vector]:
         """The sums of the rows and of the columns; with weights p, the sums ``sum_j p_j W[j, k] / p_k``."""
-        if weights is None:
-            return self._added(self.rows, self.values), self._added(self.columns, self.values)
+        weights = np.ones(self.num_learners) if weights is None else weights
         of_columns = self._added(self.columns, self.values * weights[self.rows]) / weights
         return self._added(self.rows, self.values), of_columns
 
-    def dense(self) -> npt.NDArray[np.float64]:
+    def dense(self) -> Vector:
         """W as an array, float64 [n, n]."""
         found = np.zeros((self.num_learners, self.num_learners))
         found[self.rows, self.columns] = self.values
         return found
 
-    def _added(self, places: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _added(self, places: npt.NDArray[np.int64], values: Vector) -> Vector:
         """The sums of the values of each place, added in order."""
         return np.asarray(np.bincount(places, values, self.num_learners), dtype=np.float64)
 
@@ -91,7 +83,7 @@ def mixing_matrix(rounds: Sequence[Round]) -> MixingMatrix:
     return MixingMatrix(offsets, columns, values)
 
 
-def first_row(turn: Round, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def first_row(turn: Round, shape: tuple[int, ...]) -> Vector:
     """Row 0 of W, reshaped to a grid, from the round of learner 0."""
     row = np.zeros(shape)
     row.flat[[0, *turn.sources]] = [turn.self_weight, *turn.weights]
@@ -114,9 +106,7 @@ def check_exchange(name: str, step: int, rounds: Sequence[Round]) -> None:
             raise ValueError(f"{name}: {text} at step {step}, make them agree")
 
 
-def check_weights(
-    name: str, mixing: MixingMatrix, *, push_sum: bool, kept: npt.NDArray[np.float64] | None = None
-) -> None:
+def check_weights(name: str, mixing: MixingMatrix, *, push_sum: bool, kept: Vector | None = None) -> None:
     """ValueError unless weights are at least 0, columns sum to one and, without push-sum, rows sum to one.
 
     With ``kept``, the weights of learners, columns sum to one as in :meth:`MixingMatrix.sums`.

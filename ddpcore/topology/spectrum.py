@@ -13,9 +13,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from ddpcore.topology.rounds import TOLERANCE, MixingMatrix
-
-Vector = npt.NDArray[np.float64]
+from ddpcore.topology.rounds import TOLERANCE, MixingMatrix, Vector
 
 
 def is_doubly_stochastic(mixing: MixingMatrix) -> bool:

@@ -13,9 +13,8 @@ from ddpcore.options.typed import check_range
 from ddpcore.topology.base import Topology, check, checked_weights, relative
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import OnePeerExponential, Ring, Static
-from ddpcore.topology.rounds import Round, uniform
+from ddpcore.topology.rounds import Round, Vector, uniform
 from ddpcore.topology.schedule import Milestones
-from ddpcore.topology.spectrum import Vector
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,10 @@ class Weighted(_Wrapped):
     V is the matrix of another topology. Then ``p_j W[j, k] = p_k W[k, j]``: W is self-adjoint for p, rows sum to one,
     and the minimum that learners find together is the minimum of the loss ``sum_j p_j f_j`` (2511.19513 compares this
     with weighted losses). If p is the number of samples of a learner's batch, the loss is the mean over all samples.
-    An edge in one direction only is left out.
-
-    Args:
-        topology: V.
-        weights: p, a number above 0 for each learner. If all are equal, W is V.
-
-    Raises:
-        ValueError: a weight is not above 0; with n learners: there are not n weights.
+    An edge in one direction only is left out. ValueError: a weight is not above 0; with n learners: there are not n.
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  #: p, a number above 0 for each learner. If all are equal, W is V, of ``topology``.
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", checked_weights("Weighted", self.weights))
@@ -99,13 +91,9 @@ class Damped(_Wrapped):
     """``(1 - c) I + c W``: a learner keeps the share 1 - c of its weights, and averages the rest.
 
     With c = 1/2 every eigenvalue of a symmetric W moves from [-1, 1] to [0, 1].
-
-    Args:
-        topology: W.
-        share: c, from 0 to 1.
     """
 
-    share: float
+    share: float  # c, from 0 to 1
 
     def __post_init__(self) -> None:
         check_range("Damped: share", self.share, least=0, most=1)
@@ -321,14 +309,9 @@ class Hierarchical(Topology):
 def redrawn(topology: Topology, num_learners: int, *, push_sum: bool = False) -> Topology:
     """The topology for another number of learners: itself if it is valid for so many, otherwise ``Ring()``.
 
-    A topology is a function of the number of learners, so most of them fit any number. ``Hypercube``, ``Torus2D``,
-    ``Hierarchical`` and given graphs and matrices do not. The ring fits every number, is doubly stochastic, and never
-    changes.
-
-    Args:
-        topology: as it was chosen for the run.
-        num_learners: how many learners are left. They are numbered from 0, in the order of their ids.
-        push_sum: whether only the columns of W must sum to one.
+    Most topologies fit any number. ``Hypercube``, ``Torus2D``, ``Hierarchical`` and given graphs and matrices do not.
+    The ring fits every number, is doubly stochastic, and never changes. Learners are numbered from 0, in the order of
+    their ids.
     """
     try:
         topology.validate(num_learners, push_sum=push_sum)

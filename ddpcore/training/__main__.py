@@ -18,7 +18,7 @@ from ddpcore.storage.limits import plain, shown
 from ddpcore.training.build import backend_here, check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig, describe_fields, merged
-from ddpcore.training.run import Interrupted, join_run, train_rank
+from ddpcore.training.run import join_run, train_rank
 
 PROGRAM = "ddpcore train"
 
@@ -54,7 +54,7 @@ class TrainOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run. Returns 0, or 1 if a rank failed, 2 if the command is wrong, 130 if a signal stopped the run."""
     try:
-        options = parse(TrainOptions, argv, prog=PROGRAM, description=TrainOptions.__doc__ or "")
+        options = parse(TrainOptions, argv, prog=PROGRAM)
         if options.fields is not None:
             return _print_fields(options.fields)
         assert options.out is not None, "it is missing only with --fields"
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             accuracy = "no test split" if final["accuracy"] is None else f"accuracy {100 * final['accuracy']:.2f} %"
             ended = "diverged at" if final["diverged"] else "finished"
             print(f"{ended} step {final['step']}, {accuracy}: ddpcore report {shown(options.out)}")
+        return 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -81,25 +82,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.join:
             raise
         code, message = 1, str(error).partition("\n")[0]
-    except (launch.Stopped, Interrupted) as error:
+    except launch.Stopped as error:
         code, message = 130, str(error)
-    else:
-        return 0
     print(f"{PROGRAM}: {plain(message.replace('resume=True', '--resume'))}", file=sys.stderr)
     return code
 
 
 def _print_fields(word: str) -> int:
-    found = describe_fields(word)
+    if not (found := describe_fields(word)):
+        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     for key, text in found:
         print(f"{key}: {text}")
-    if not found:
-        raise ValueError(f"--fields {word}: no field has this word in its key or text: take another, or none for all")
     return 0
 
 
 def _start(options: TrainOptions, out: Path) -> None:
-    """Start the ranks of a run, and wait for its end."""
     torchrun = launch.torchrun_world()
     world_size = options.world_size if torchrun is None else torchrun.world_size
     left = members_left(out / CHECKPOINTS) if options.resume and world_size > 1 else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, time_limit
-from ddpcore.comm.link import Link
+from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, gather_objects, time_limit
+from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
 from ddpcore.distributed.distribute import distribute, join
@@ -22,11 +25,13 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
+from ddpcore.records.config import nested
+from ddpcore.records.run import RECORD, RunRecord
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.sections import GROWTH_POWERS
-from ddpcore.training.trainer import Trainer
+from ddpcore.training.trainer import Trainer, learner_losses
 
 # Fields of the section data that are arguments of load_dataset under the same name.
 DATASET_FIELDS = ("data_dir", "normalize", "augment", "num_validation", "num_train", "num_test", "random_labels")
@@ -46,27 +51,20 @@ class LearnerPlacement:
     def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> LearnerPlacement:
         """The placement as seen from this process; a ``world`` of None is a world of one process.
 
-        ``left`` are the learners of a run in which ranks have died or joined, one on each rank.
-
-        Raises:
-            ValueError: the learners cannot be divided among the ranks, the ranks have no process group, or torch sees
-                no such device.
+        ``left`` are the learners of a run in which ranks have died or joined, one on each rank. ValueError: learners
+        cannot be divided among the ranks, the ranks have no process group, or torch sees no such device.
         """
         world = World() if world is None else world
-        if world.world_size > 1 and not dist.is_initialized():
-            raise ValueError(
-                f"a world of {world.world_size} needs a process group: start ranks with ddpcore.runtime.launch.run"
-            )
-        if left is not None and len(left.members) != world.world_size:
+        size, learners, kind = world.world_size, config.strategy.learners, config.run.device
+        if size > 1 and not dist.is_initialized():
+            raise ValueError(f"a world of {size} needs a process group: start ranks with ddpcore.runtime.launch.run")
+        if left is not None and len(left.members) != size:
             raise ValueError(
                 f"the last checkpoint has the learners {list(left.members)} that were left, and these are "
-                f"{world.world_size} ranks: resume with {len(left.members)} ranks and strategy.learners={left.first}"
+                f"{size} ranks: resume with {len(left.members)} ranks and strategy.learners={left.first}"
             )
-        if left is None and config.strategy.learners % world.world_size:
-            raise ValueError(
-                f"strategy.learners is {config.strategy.learners}: make it a multiple of the {world.world_size} ranks"
-            )
-        kind = config.run.device
+        if left is None and learners % size:
+            raise ValueError(f"strategy.learners is {learners}: make it a multiple of the {size} ranks")
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda" and not torch.cuda.is_available():
@@ -102,12 +100,12 @@ class LearnerPlacement:
 
 def build_dataset(placement: LearnerPlacement) -> Dataset:
     """:func:`read_dataset`, where one rank of each machine downloads and verifies the files before the others read."""
-    first = placement.world.local_rank == 0
+    first, what = placement.world.local_rank == 0, "the wait for the files of the data set"
     if not first:
-        placement.barrier("the wait for the files of the data set")
+        placement.barrier(what)
     dataset = read_dataset(placement.config, first=first)
     if first:
-        placement.barrier("the wait for the files of the data set")
+        placement.barrier(what)
     return dataset
 
 
@@ -173,10 +171,8 @@ def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) ->
         name = "grid"
     else:
         device = "cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu"
-        may_die = config.strategy.on_failure == "shrink"
-        name = choose_transport(
-            config.strategy.transport, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die
-        ).name
+        given, may_die = config.strategy.transport, config.strategy.on_failure == "shrink"
+        name = choose_transport(given, world_size=num_ranks, device=device, num_hosts=num_hosts, may_die=may_die).name
     check_transport(strategy, name)
 
 
@@ -193,17 +189,8 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
     if data.shards != SHARDS[0]:
         labels = dataset.train.labels.cpu()
         parts = split(data.shards, labels, learners, seed=config.run.seed, **data.shards_options)
-    return ShardedBatches(
-        len(dataset.train),
-        data.batch_size,
-        learners,
-        config.run.seed,
-        data.sampler,
-        data.drop_last,
-        parts,
-        data.batch_growth,
-        data.learners_batch,
-    )
+    how = data.sampler, data.drop_last, parts, data.batch_growth, data.learners_batch
+    return ShardedBatches(len(dataset.train), data.batch_size, learners, config.run.seed, *how)
 
 
 def total_steps(config: TrainConfig, batches: ShardedBatches) -> int:
@@ -245,22 +232,16 @@ def build_schedule(config: TrainConfig, batches: ShardedBatches) -> Schedule:
 
 def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> nn.Module:
     """The model of the config for the samples of a data set. ValueError: it refuses an option or these samples."""
-    MODELS.check_input(config.model.name, dataset.input_shape, dataset.has_tokens)
-    model = MODELS.build(
-        config.model.name, input_shape=dataset.input_shape, num_classes=dataset.num_classes, **config.model.options
-    ).to(device)
+    name, shape, options = config.model.name, dataset.input_shape, config.model.options
+    MODELS.check_input(name, shape, dataset.has_tokens)
+    model = MODELS.build(name, input_shape=shape, num_classes=dataset.num_classes, **options).to(device)
     return model.to(memory_format=torch.channels_last) if config.model.channels_last else model  # type: ignore[call-overload]
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
-    return build_optimizer(
-        config.optimizer.name,
-        model,
-        lr=schedule(0),
-        options=config.optimizer.options,
-        two_groups=config.optimizer.param_groups,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
+    given, lr = config.optimizer, schedule(0)
+    more: dict[str, Any] = {"two_groups": given.param_groups, "max_grad_norm": given.max_grad_norm}
+    return build_optimizer(given.name, model, lr=lr, options=given.options, **more)
 
 
 def check_parts(config: TrainConfig, dataset: Dataset) -> None:
@@ -279,10 +260,9 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
         check_run(strategy, total_steps(config, batches))
     elif policies != Policies():
         raise ValueError(f"{strategy.name} runs without policies: leave them out")
-    if config.run.target is not None and config.run.evaluate_on not in dataset.splits():
-        raise ValueError(
-            f"run.target is {config.run.target}: {dataset.name} has no {config.run.evaluate_on} split, leave it out"
-        )
+    target, split_ = config.run.target, config.run.evaluate_on
+    if target is not None and split_ not in dataset.splits():
+        raise ValueError(f"run.target is {target}: {dataset.name} has no {split_} split, leave it out")
     check_samples(config, dataset)
 
 
@@ -295,14 +275,8 @@ def build_trainer(
 ) -> Trainer:
     """The trainer at its first step, or, with the ``store`` of a run, at the step in which this rank joins that run.
 
-    Args:
-        placement: config and ranks.
-        dataset: on any device.
-        store: of a run to join; None begins one.
-        buckets: ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`.
-        options: arguments of :func:`ddpcore.distribute` that replace the config's.
-
-    ValueError: model, data, world and strategy do not fit together.
+    ``buckets`` are ``bucket_bytes`` and ``first_bucket_bytes`` of :class:`ddpcore.Connection`, ``options`` arguments of
+    :func:`ddpcore.distribute` that replace the config's. ValueError: the parts do not fit together.
     """
     config, rank = placement.config, placement.world.rank
     batches = build_batches(config, dataset)
@@ -346,7 +320,6 @@ def build_trainer(
 def _arguments(
     placement: LearnerPlacement, strategy: Strategy | Baseline, buckets: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The arguments of :func:`ddpcore.distribute`."""
     config = placement.config
     virtual = not isinstance(strategy, Baseline) and (not placement.real or len(placement.learners) > 1)
     arguments: dict[str, Any] = {
@@ -418,10 +391,9 @@ def _products(model: nn.Module, inputs: Tensor) -> int:
 
 @contextmanager
 def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterator[None]:
-    """Inside, torch computes with one thread if the model is small, else with as many as before.
+    """Inside, torch computes with one thread if the model is small (see :func:`forward_work`), else as before.
 
-    The rule does not look at a clock, because sums may have other bits with another number of threads. See
-    :func:`forward_work` for the arguments.
+    The rule does not look at a clock, because sums may have other bits with another number of threads.
     """
     before = torch.get_num_threads()
     on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
@@ -431,3 +403,58 @@ def threads_for(config: TrainConfig, dataset: Dataset, num_ranks: int) -> Iterat
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- batches of learners by the speed of their ranks ----
+
+ROUNDS, REPEATS = 3, 9  # each round measures the sizes that the last one has dealt
+
+
+def balanced(placement: LearnerPlacement, dataset: Dataset, resumed: Path | None = None) -> LearnerPlacement:
+    """The placement with ``data.learners_batch`` set, if the config has ``data.balance`` and no sizes yet. Collective.
+
+    A run in the folder ``resumed`` keeps its sizes. ValueError: virtual learners have no speed of their own.
+    """
+    config, world = placement.config, placement.world
+    if not config.data.balance or config.data.learners_batch:
+        return placement
+    batch_size, learners = config.data.batch_size, config.strategy.learners
+    if world.world_size < 2 or learners > world.world_size:
+        raise ValueError("data.balance is set: it measures one learner on each rank, set data.learners_batch instead")
+    if resumed is not None and (resumed / RECORD).exists():
+        sizes = nested(RunRecord.read(resumed).header["config"])["data"]["learners_batch"]
+        return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
+    dataset, sizes, num, seconds = dataset.to(placement.device), [batch_size // learners] * learners, 0, 0.0
+    for _ in range(ROUNDS):
+        num, seconds = num + sizes[world.rank], seconds + seconds_of(placement, dataset, sizes[world.rank])
+        speeds = gather_objects(default_group(None), num / seconds, "the speed of the ranks", config.strategy.timeout)
+        sizes = dealt(speeds, batch_size)
+    return replace(placement, config=config.overridden({"data": {"learners_batch": sizes}}))
+
+
+def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> float:
+    """Median seconds of a forward and backward pass of this rank with so many samples; on a link, by its clocks."""
+    link = placement.config.strategy.link
+    slow = 1.0 if link is None or placement.world.rank else Link.parse(link).slow
+    now = time.perf_counter if link is None else LearnerClock(slow).now
+    with torch.random.fork_rng(devices=[]):
+        model, found = build_model(placement.config, dataset, placement.device), []
+        inputs, labels = dataset.train.batch(torch.arange(size, device="cpu"), 0)
+        for _ in range(1 + REPEATS):  # the first is a warm-up
+            begin = now()
+            learner_losses(model(inputs).float(), labels, stacked=False).sum().backward()
+            if placement.device.type == "cuda":
+                torch.cuda.synchronize()
+            found.append(now() - begin)
+    return median(found[1:])
+
+
+def dealt(speeds: Sequence[float], batch_size: int) -> list[int]:
+    """So many samples in proportion to speeds, at least one each; together ``batch_size``, by largest remainders."""
+    room, total = batch_size - len(speeds), sum(speeds)
+    exact = [room * speed / total for speed in speeds]
+    sizes = [1 + int(one) for one in exact]
+    by_rest = sorted(range(len(sizes)), key=lambda rank: int(exact[rank]) - exact[rank])
+    for rank in by_rest[: batch_size - sum(sizes)]:
+        sizes[rank] += 1
+    return sizes

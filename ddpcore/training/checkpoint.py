@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpcore.comm.base import Communicator
-from ddpcore.comm.groups import Call, barrier, default_group
+from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.comm.membership import Membership
 from ddpcore.options.extras import extra
 from ddpcore.records.config import nested
@@ -35,8 +34,8 @@ class Checkpoints:
     there as ``replaced-00000123``. It gets its name back if the process is killed in between. A folder is renamed
     before it is removed, so a folder with a final name has all of its files. Loading does not unpickle anything.
 
-    The ``config`` of the run, as plain values, is stored in every checkpoint. ``comm`` is the connection of ranks that
-    may die: then a checkpoint has the ranks that are left, by their ids.
+    Every checkpoint has the ``config`` of the run, as plain values. ``comm`` is the connection of ranks that may die:
+    then a checkpoint has the ranks that are left, by their ids.
     """
 
     folder: Path
@@ -100,17 +99,11 @@ class Checkpoints:
         """The digests of all ranks that are left."""
         if self.comm is not None:
             text = json.dumps(digests).ljust(_DIGEST_BYTES).encode()
-            return [
-                json.loads(bytes(row.tolist())) for row in self.comm.gather(torch.tensor([list(text)], device="cpu"))
-            ]
-        everyone = [digests] * self.num_ranks
-        if self.num_ranks > 1:
-            with Call(default_group(None), "a checkpoint"):
-                dist.all_gather_object(everyone, digests)
-        return everyone
+            rows = self.comm.gather(torch.tensor([list(text)], device="cpu"))
+            return [json.loads(bytes(row.tolist())) for row in rows]
+        return gather_objects(default_group(None), digests, "a checkpoint") if self.num_ranks > 1 else [digests]
 
     def _publish(self, partial: Path, step: int, files: dict[str, str]) -> None:
-        """Write the manifest, and give the folder its final name."""
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -131,10 +124,7 @@ class Checkpoints:
         """Give a replaced checkpoint its name back if no new one has it, and remove what else a crash has left."""
         for replaced in sorted(self.folder.glob("replaced-*")):
             final = replaced.with_name(replaced.name.replace("replaced", "step"))
-            if final.exists():
-                shutil.rmtree(replaced)
-            else:
-                replaced.rename(final)
+            shutil.rmtree(replaced) if final.exists() else replaced.rename(final)
         for left in sorted(self.folder.glob("partial-*")):
             shutil.rmtree(left)
 
@@ -145,11 +135,8 @@ class Checkpoints:
 
         Damaged checkpoints after it are renamed to ``damaged-00000123`` and no longer count. ``warn`` gets one line for
         each of them. Tensors that were on an accelerator go to the device. With ``moves`` the run may have had another
-        number of learners. Then the state is a list, of all processes that have written the checkpoint.
-
-        Raises:
-            ValueError: all checkpoints are damaged, or, without ``moves``, another number of processes has written the
-                last complete one.
+        number of learners. Then the state is a list, of all processes that have written the checkpoint. ValueError: all
+        are damaged, or, without ``moves``, another number of processes has written the last complete one.
         """
         found, steps = -1, []
         if self.is_first:
@@ -157,10 +144,7 @@ class Checkpoints:
             steps = steps_of(self.folder)
             found = self._find_last(steps, warn)
         if self.num_ranks > 1:
-            answer: list[Any] = [found, steps]
-            with Call(default_group(None), "the search for the last checkpoint"):
-                dist.broadcast_object_list(answer, src=0)
-            found, steps = answer
+            found, steps = gather_objects(default_group(None), (found, steps), "the search for the last checkpoint")[0]
         if found < 0 and steps:
             raise ValueError(f"{shown(self.folder.parent)}: every checkpoint is damaged: remove it to begin anew")
         if found < 0:
@@ -178,7 +162,6 @@ class Checkpoints:
         return found, self._load(found, self.rank, device)
 
     def _load(self, step: int, rank: int, device: torch.device | str) -> Any:
-        """The state that a rank has saved."""
         try:
             of_tensors, of_tree = (self.path(step) / name for name in rank_files(rank))
             tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
@@ -192,8 +175,7 @@ class Checkpoints:
         """The last complete step, -1 if there is none; renames the damaged checkpoints after it."""
         damaged: list[int] = []
         for step in reversed(steps):
-            problem = self._problem(step)
-            if problem is None:
+            if (problem := self._problem(step)) is None:
                 for later in damaged:
                     renamed = step_folder(self.folder, later, "damaged")
                     shutil.rmtree(renamed, ignore_errors=True)
@@ -234,9 +216,8 @@ def members_left(folder: Path) -> Membership | None:
             manifest = read_manifest(step_folder(folder, step))
             if "members" not in manifest:
                 return None
-            return Membership(
-                tuple(map(int, manifest["members"])), first=int(nested(manifest["config"])["strategy"]["learners"])
-            )
+            first = int(nested(manifest["config"])["strategy"]["learners"])
+            return Membership(tuple(map(int, manifest["members"])), first)
         except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
             continue
     return None

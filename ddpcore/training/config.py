@@ -42,16 +42,7 @@ class TrainConfig:
 
     The names of models, data sets, optimizers, schedules, strategies and topologies each are the name of a part of
     ddpcore or of an installed package, or your own part as ``module:attribute``, see :mod:`ddpcore.options.registry`.
-
-    Attributes:
-        model: what is trained.
-        data: on which samples.
-        optimizer: by which steps.
-        strategy: how learners work together.
-        run: for how long, where, and what is measured and kept.
-
-    Raises:
-        ValueError: a field is wrong; the message has its key, its value, and what to do.
+    ValueError: a field is wrong; the message has its key, its value, and what to do.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -75,7 +66,6 @@ class TrainConfig:
         self._check_strategy()
 
     def _check_batches(self) -> None:
-        """Check that learners can share each batch."""
         data, learners = self.data, self.strategy.learners
         multiple = f"a multiple of learners x accumulation, {learners} x {data.accumulation}"
         if data.batch_size % (learners * data.accumulation):
@@ -114,15 +104,12 @@ class TrainConfig:
             raise ValueError(f"data.{key} is set: {strategy.name} averages all learners alike, take ssgd or dpsgd")
         if config.on_failure != ON_FAILURE[0]:
             self._check_shrink(strategy)
-        if isinstance(strategy, Baseline):
-            if config.on_nonfinite != "raise":
-                raise ValueError(
-                    f"strategy.on_nonfinite is {config.on_nonfinite!r}: {strategy.name} checks no gradients, leave it "
-                    "out"
-                )
-            return
-        check_on_nonfinite(config.on_nonfinite, strategy)
-        check_group(strategy, config.learners)
+        mode = config.on_nonfinite
+        if isinstance(strategy, Strategy):
+            check_on_nonfinite(mode, strategy)
+            check_group(strategy, config.learners)
+        elif mode != "raise":
+            raise ValueError(f"strategy.on_nonfinite is {mode!r}: {strategy.name} checks no gradients, leave it out")
 
     @property
     def _has_weights(self) -> bool:
@@ -130,7 +117,6 @@ class TrainConfig:
         return len(set(self.data.learners_batch)) > 1
 
     def _check_traits(self, strategy: Strategy | Baseline) -> None:
-        """Check what the strategy says of itself against the number of learners and the measurements."""
         traits, run, learners = strategy.traits, self.run, self.strategy.learners
         every = f"run.statistics_every is {run.statistics_every}"
         if traits.most_learners is not None and learners > traits.most_learners:
@@ -150,7 +136,6 @@ class TrainConfig:
                 raise ValueError(f"run.{name} is {value}: {traits.no_mean}, take ssgd or dpsgd, or set it to 0")
 
     def _check_shrink(self, strategy: Strategy | Baseline) -> None:
-        """Check what a run needs to go on when a rank dies."""
         data, needed = self.data, f"strategy.on_failure is {self.strategy.on_failure!r}: "
         if self.run.statistics_every or self.run.hessian_every:
             raise ValueError(f"{needed}statistics need a fixed number of ranks: leave them out")
@@ -197,13 +182,11 @@ class TrainConfig:
         """The config with these sections; a missing section or field has its default.
 
         A section is a table, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``. A key that is
-        not a field of the section is an option of its part.
-
-        Raises:
-            ValueError: a key is unknown (the message names the most similar one), or a value is wrong.
+        not a field of the section is an option of its part. ValueError: a key is unknown (the message names the most
+        similar one), or a value is wrong.
         """
         _check_sections(_A_RUN, values)
-        sections: dict[str, Any] = {name: CLASSES[name].from_dict(section) for name, section in values.items()}
+        sections: dict[str, Any] = {name: CLASSES[name](**CLASSES[name].arguments(one)) for name, one in values.items()}
         return cls(**sections)
 
     def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:

@@ -36,9 +36,7 @@ class FinishedRun:
     def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
         """Load the folder of a run, the ``out`` of ``train``; ``data_dir`` if the data set's files have moved.
 
-        Raises:
-            ValueError: there is no run, it has no final model, its model is of another architecture, or the data are
-                other ones than it was trained on.
+        ValueError: there is no run, or it has no final model, that of another architecture, or other data.
         """
         path = Path(path)
         record = RunRecord.read(path)
@@ -51,9 +49,8 @@ class FinishedRun:
             raise ValueError(f"{shown(path)} has no {MODEL} ({state}): train it to the end, or take another run")
         dataset = read_dataset(config, first=False)
         if record.header.get("dataset_digest") not in (None, dataset.digest()):
-            raise ValueError(
-                f"{shown(path)} was trained on other samples than {config.data.name!r} has here: check data_dir"
-            )
+            name = config.data.name
+            raise ValueError(f"{shown(path)} was trained on other samples than {name!r} has here: check data_dir")
         device = LearnerPlacement.of(config, None).device
         model = build_model(config, dataset, device)
         _load(model, path / MODEL)
@@ -62,12 +59,8 @@ class FinishedRun:
     def data(self, split: str = "train", num_samples: int | None = None) -> DataLoss:
         """The mean cross-entropy of the model over samples of a split, without augmentation and label smoothing.
 
-        Args:
-            split: ``train``, ``validation`` or ``test``.
-            num_samples: so many of them, chosen at random, the same for each run on these data; None: all.
-
-        Raises:
-            ValueError: the data have no such split, or not so many samples.
+        The split is ``train``, ``validation`` or ``test``. ``num_samples`` are chosen at random, the same for each run
+        on these data; None: all. ValueError: the data have no such split, or not so many samples.
         """
         check_choice("split", split, tuple(self.dataset.splits()))
         samples = replace(self.dataset.splits()[split], augmentation=None)
@@ -83,9 +76,8 @@ def _load(model: nn.Module, path: Path) -> None:
     try:
         tensors = load_safetensors().torch.load_file(path)
     except Exception as error:  # damaged bytes can cause any error
-        raise ValueError(
-            f"{shown(path)} cannot be read ({plain(str(error).splitlines()[0])}): is it damaged?"
-        ) from error
+        reason = plain(str(error).splitlines()[0])
+        raise ValueError(f"{shown(path)} cannot be read ({reason}): is it damaged?") from error
     own = model.state_dict()
     for name in [*own, *tensors]:
         here, there = (tuple(side[name].shape) if name in side else None for side in (own, tensors))

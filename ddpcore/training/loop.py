@@ -1,7 +1,8 @@
-"""The loop of a run: steps, epochs, evaluations, checkpoints, and when to stop."""
+"""The loop of a run: steps, epochs, evaluations, checkpoints, when to stop, and what it writes."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,21 +13,91 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.records.run import STEPS, rank_of, step_file
-from ddpcore.runtime.signals import StopSignal
-from ddpcore.storage.json_lines import JsonLines, read_lines, write_lines
+from ddpcore.records.config import nested
+from ddpcore.records.run import MODEL, RECORD, STEPS, rank_of, step_file
+from ddpcore.runtime.launch import StopSignal
+from ddpcore.runtime.progress import ProgressReport
+from ddpcore.storage.files import replace_file
+from ddpcore.storage.json_lines import JsonLines, read_lines, to_json, write_lines
 from ddpcore.storage.serialization import tensors_of
 from ddpcore.strategies.learner import NonFinite, NonFiniteError, is_finite
 from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.progress import Progress
-from ddpcore.training.run_writer import RunWriter, warn
 from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.trainer import Trainer
 
+OnRecord = Callable[[dict[str, Any]], None]
+CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
+
+
+def warn(line: str) -> None:
+    """Print a line beside the progress bar."""
+    print(f"ddpcore: {line}", file=sys.stderr, flush=True)
+
+
+class RunWriter:
+    """Writes the files and the progress bar of a run, on rank 0 alone. As a context manager it closes them.
+
+    ``header`` is the first row of a new run; its ``total_steps`` is the length of the progress bar. ``resumed`` is the
+    row of a resumed run. Rows after its ``step`` are removed from the record. If the run was shorter, it gets the new
+    length, and a last row and a model of the shorter run are removed. ``on_record`` is called with each further row.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        header: dict[str, Any],
+        resumed: dict[str, Any] | None = None,
+        on_record: OnRecord | None = None,
+    ) -> None:
+        path, step = out / RECORD, 0 if resumed is None else resumed["step"]
+        known = read_lines(path)
+        for problem in known.problems:
+            warn(f"{problem}: the run goes on without it")
+        rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
+        run, num_steps = next((row for row in rows if row.get("kind") == "run"), None), header["total_steps"]
+        if run is None:
+            rows.insert(0, header)
+        elif run.get("total_steps", num_steps) < num_steps:  # the run is longer now
+            (out / MODEL).unlink(missing_ok=True)
+            rows = [row for row in rows if row.get("kind") != "end"]
+            run |= {"config": {**nested(run["config"]), "run": header["config"]["run"]}, "total_steps": num_steps}
+        out.mkdir(parents=True, exist_ok=True)
+        write_lines(path, rows if resumed is None else [*rows, resumed])
+        self._out, self._on_record, self._step = out, on_record, step
+        self._record, self._progress = JsonLines(path), ProgressReport("training", num_steps, completed=step)
+
+    def __enter__(self) -> RunWriter:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.__exit__()
+        self._record.close()
+
+    def advance(self, step: int, text: str) -> None:
+        """Update the progress bar and the text beside it."""
+        self._progress.advance(step - self._step, text)
+        self._step = step
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to the record."""
+        self._record.append(row)
+        if self._on_record is not None:
+            self._on_record(to_json(row))
+
+    def sync(self) -> None:
+        """Wait until all rows are on the disk; a checkpoint must not be newer than the record."""
+        self._record.sync()
+
+    def write_model(self, content: bytes) -> None:
+        """Write the averaged model at the end, in the format of safetensors."""
+        replace_file(self._out / MODEL, content)
+
 
 class StepRecorder:
-    """Writes a line for each step of this rank. Use it as a context manager, which writes the last lines.
+    """Writes a line for each step of this rank. :meth:`close` writes the last lines.
 
     docs/report.md explains the keys of a line. On a GPU each step waits for the device, so that the times are the
     work's, not its start's.
@@ -41,15 +112,12 @@ class StepRecorder:
             for other in path.parent.glob(step_file("*")):
                 if rank_of(other) not in membership.members:
                     _keep(other, trainer.num_steps)
-        self._file = JsonLines(path)
-        self._trainer = trainer
+        self._file, self._trainer = JsonLines(path), trainer
         self._lines: list[tuple[dict[str, Any], Tensor]] = []
         self.resume()
 
-    def __enter__(self) -> StepRecorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Write the noted steps, and close the file."""
         self.flush()
         self._file.close()
 
@@ -104,9 +172,6 @@ def _keep(path: Path, step: int) -> None:
     write_lines(path, [line for line in steps if line["step"] <= step])
 
 
-CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
-
-
 @dataclass
 class Loop:
     """A run in progress: all its parts, and the loop over its steps.
@@ -124,9 +189,7 @@ class Loop:
     steps: StepRecorder | None = None
 
     def __post_init__(self) -> None:
-        self.config = self.placement.config
-        self.comm = self.trainer.handle.comm
-        self.batches = self.trainer.batches
+        self.config, self.comm, self.batches = self.placement.config, self.trainer.handle.comm, self.trainer.batches
         self.total_steps = total_steps(self.config, self.batches)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
@@ -155,10 +218,8 @@ class Loop:
             epoch_ends = step == self.total_steps or self.batches.epoch(step) > self.batches.epoch(step - 1)
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
-                num_found = len(trainer.handle.nonfinite)
-                loss, stop, num_found = progress.check(
-                    self.comm, stop_signal.asked, self.config.run.diverged_above, num_found
-                )
+                num_found, above = len(trainer.handle.nonfinite), self.config.run.diverged_above
+                loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_found)
                 self._write_rows(num_found, self._changes())
                 if self.writer is not None:
                     reached = "" if progress.accuracy is None else f", accuracy {100 * progress.accuracy:.2f} %"
@@ -272,12 +333,10 @@ class Loop:
         return is_best
 
     def _evaluation_model(self) -> nn.Module:
-        return self.trainer.evaluation_model(
-            self.config.run.evaluation_batch_norm, self.config.run.recalibration_batches
-        )
+        run = self.config.run
+        return self.trainer.evaluation_model(run.evaluation_batch_norm, run.recalibration_batches)
 
     def _end(self) -> None:
-        """Write the final model and the last row."""
         progress, best = self.progress, self.progress.best or {}
         model, test = self._evaluation_model(), None
         if self.config.run.evaluate_on == "validation" and not progress.diverged:
@@ -317,13 +376,12 @@ class Loop:
 
     def _save(self) -> bool:
         """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective."""
+        members, is_saved = tuple[int, ...](), False
         with self._paused():
-            while True:
+            while self.checkpoints.members != members:  # again after a death, because the state depends on who is left
                 members = self.checkpoints.members
                 is_saved = self._try_to_save(members)
-                if self.checkpoints.members == members:
-                    return is_saved
-                # a rank has died meanwhile, and the state depends on who is left: again without it
+        return is_saved
 
     def _try_to_save(self, members: tuple[int, ...]) -> bool:
         state = self.trainer.state_dict()

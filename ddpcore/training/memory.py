@@ -15,7 +15,6 @@ from ddpcore.training.config import TrainConfig
 from ddpcore.training.trainer import Trainer, by_place
 
 
-
 def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) -> int | None:
     """Bytes that autograd keeps, in float32, for the backward pass of so many samples; None if ``meta`` cannot run it.
 

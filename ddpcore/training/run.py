@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
 from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.config import nested
 from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
-from ddpcore.runtime.launch import Stopped, World
+from ddpcore.runtime.launch import Stopped, StopSignal, World
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.signals import StopSignal
 from ddpcore.storage.files import locked
-from ddpcore.storage.json_lines import read_lines
+from ddpcore.storage.json_lines import read_json, read_lines, write_json
 from ddpcore.storage.limits import shown
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
-from ddpcore.training.balance import balanced
-from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer, threads_for, total_steps
+from ddpcore.training.build import LearnerPlacement, balanced, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
-from ddpcore.training.joining import store_of, write_address
-from ddpcore.training.loop import Loop, StepRecorder
+from ddpcore.training.loop import Loop, OnRecord, RunWriter, StepRecorder, warn
 from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
-from ddpcore.training.run_writer import OnRecord, RunWriter, warn
 from ddpcore.training.statistics import Measurements
 from ddpcore.training.trainer import Trainer
+
+CONNECT_SECONDS = 20.0  # a store that does not answer for so long is gone
 
 
 class Interrupted(Stopped):
@@ -53,19 +54,16 @@ def train(
 
     Args:
         config: the run.
-        out: the folder for ``record.jsonl``, ``model.safetensors`` (the averaged model at the end) and
-            ``checkpoints/``.
+        out: the folder for ``record.jsonl``, ``checkpoints/`` and ``model.safetensors``, the averaged model at the end.
         world: for real ranks, the ``world`` that :func:`ddpcore.runtime.launch.run` passes to its worker, with an
             initialized process group; every rank calls ``train``. With None, or a world of one, the config's learners
             are virtual learners of this process.
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
-        on_record: called on rank 0 with each new row of the record, plain values, see :class:`RunRecord`. An error that
-            it raises ends the run.
-        announce: print on standard error, before the first step, an estimate of the memory, and where a saved run goes on.
+        on_record: called on rank 0 with each new row of the record, see :class:`RunRecord`. An error ends the run.
+        announce: print an estimate of the memory, and where a saved run goes on, before the first step.
 
-    Returns:
-        The record, on every rank.
+    Returns the record, on every rank.
 
     Raises:
         ValueError: config, data and world do not fit together; ``out`` holds another run, a run on other data, or this
@@ -105,9 +103,7 @@ def train_rank(world: World, config: TrainConfig, out: Path, resume: bool) -> No
 def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
     """Join a run of real ranks with ``on_failure="shrink"`` as a new rank, and train to its end with the others.
 
-    Args:
-        out: the folder of the run, whose record has the config.
-        dataset: used instead of the data set of the config.
+    The record in ``out``, the folder of the run, has the config. ``dataset`` replaces the config's.
 
     Raises:
         ValueError: no such run is in progress there, this rank has other data, or the run can take no rank.
@@ -115,7 +111,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
         Interrupted: a signal stopped the run, and it is saved.
     """
     out = Path(out)
-    store, header = store_of(out), RunRecord.read(out).header
+    store, header = _store_of(out), RunRecord.read(out).header
     config = TrainConfig.from_dict(header["config"])
     placement = replace(LearnerPlacement.of(config, None), joins=True)
     load_safetensors()
@@ -137,22 +133,20 @@ def _train(
     resume: bool,
     on_record: OnRecord | None,
     stop_signal: StopSignal,
-    announce: bool,
+    announce: bool = False,
 ) -> RunRecord:
-    """Train in a locked folder."""
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
-    comm = None if trainer.handle.comm.member is None else trainer.handle.comm
-    rank = world.rank if comm is None or comm.member is None else comm.member
-    checkpoints = Checkpoints(
-        folder=out / CHECKPOINTS, config=config.to_dict(), rank=rank, num_ranks=world.world_size, comm=comm
-    )
+    member = trainer.handle.comm.member
+    comm, rank = (None, world.rank) if member is None else (trainer.handle.comm, member)
+    folder, num_ranks = out / CHECKPOINTS, world.world_size
+    checkpoints = Checkpoints(folder=folder, config=config.to_dict(), rank=rank, num_ranks=num_ranks, comm=comm)
     progress = _resume(placement, trainer, measured, checkpoints) if resume else None
     progress = progress or Progress.start(num_rows, placement.device)
-    recorder = StepRecorder(out, rank, trainer) if config.run.record_steps else nullcontext()
+    recorder = closing(StepRecorder(out, rank, trainer)) if config.run.record_steps else nullcontext()
 
     is_first = world.rank == 0 and not placement.joins
     if is_first and comm is not None:
-        write_address(out)
+        _write_address(out)
 
     def take_over() -> RunWriter:
         stack.enter_context(locked(out))
@@ -189,8 +183,7 @@ def _check_folder(config: TrainConfig, out: Path, resume: bool, dataset: Dataset
     if not lines.rows or (lines.problems and not any(row.get("kind") == "run" for row in lines.rows)):
         return None  # a new folder, or a run whose first line is damaged: its checkpoints have the config too
     known = RunRecord.read(out)
-    differences = _differences(config, known.header["config"], resume)
-    if differences:
+    if differences := _differences(config, known.header["config"], resume):
         raise ValueError(f"{shown(out)} holds another run: {'; '.join(differences)}: take another folder")
     if known.final and _is_longer(config, nested(known.header["config"])) and not known.final.get("diverged"):
         if not steps_of(checkpoints):
@@ -206,12 +199,10 @@ def _resume(
     placement: LearnerPlacement, trainer: Trainer, measured: Measurements, checkpoints: Checkpoints
 ) -> Progress | None:
     """Load the last complete checkpoint and return its progress; None if there is no checkpoint. Collective."""
-    saved = checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)
-    if saved is None:
+    if (saved := checkpoints.load_last(placement.device, warn, moves=checkpoints.comm is None)) is None:
         return None
     step, state = saved
-    differences = _differences(placement.config, read_manifest(checkpoints.path(step))["config"], resume=True)
-    if differences:
+    if differences := _differences(placement.config, read_manifest(checkpoints.path(step))["config"], resume=True):
         raise ValueError(f"{checkpoints.path(step)} is of another run: {'; '.join(differences)}")
     if isinstance(state, list):
         return _moved(placement, trainer, measured, state)
@@ -298,3 +289,34 @@ def _topology(config: TrainConfig) -> dict[str, Any] | None:
     if not isinstance(topology, Topology) or not 1 < num <= MOST_DRAWN:
         return None
     return {"num_learners": num, "spectral_gap": describe(topology, num).spectral_gap, "edges": edges_of(topology, num)}
+
+
+# ---- how a new rank finds a run in progress: the address of its store ----
+
+
+def _write_address(out: Path) -> None:
+    """Write where new ranks find the store of the default process group."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        write_json(out / ADDRESS, {"host": store.host, "port": store.port})
+    elif isinstance(store, dist.FileStore):
+        write_json(out / ADDRESS, {"path": store.path})  # type: ignore[attr-defined]
+
+
+def _store_of(out: Path) -> dist.Store:
+    """A new client of the store of the run in a folder. ValueError: none is in progress there that a rank can join."""
+    if not (out / ADDRESS).exists():
+        raise ValueError(f"{shown(out)} has no run in progress with real ranks and on_failure='shrink': start that")
+    address = read_json(out / ADDRESS)
+    if "path" in address:
+        return dist.FileStore(address["path"], -1)
+    host, port = address["host"], address["port"]
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{shown(out)}: the store at {host}:{port} does not answer: the run has ended, or this is another machine "
+            "and the run was not started by torchrun"
+        ) from error

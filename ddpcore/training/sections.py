@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from ddpcore.comm.choice import TRANSPORTS
+from ddpcore.comm.connect import TRANSPORTS
 from ddpcore.comm.link import Link
 from ddpcore.comm.membership import LEAST, ON_FAILURE
 from ddpcore.data import DATASETS, SAMPLERS, SHARDS, Dataset
@@ -34,6 +34,7 @@ DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("epochs", "steps")
 GROWTH_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # of batch size / batch_size, in the learning rate
 EVALUATION_SPLITS = ("test", "validation")
+_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +71,8 @@ class Section:
                 registry.check_options(getattr(self, part), options, others)
 
     @classmethod
-    def from_dict(cls, values: Any) -> Self:
-        """The section from a table of a file, or from the name of its part. ValueError: something in it is wrong."""
-        return cls(**cls.arguments(values))
-
-    @classmethod
     def arguments(cls, values: Any) -> dict[str, Any]:
-        """The arguments of the section that a table gives. ValueError: it is no table, or a key is unknown."""
+        """The arguments that a table of a file, or the name of the part, gives. ValueError: a key is unknown."""
         found: dict[str, Any] = {}
         parts, known = cls.PARTS, cls.PLAIN
         for key, value in table_of(cls, values).items():
@@ -139,9 +135,7 @@ class DataConfig(Section):
 
     KEY: ClassVar[str] = "data"
 
-    name: str = field(
-        "synthetic", "the data set; ``synthetic`` makes samples of the shape that the model takes", parts=DATASETS
-    )
+    name: str = field("synthetic", "the data set; ``synthetic`` makes samples of the model's shape", parts=DATASETS)
     options: Mapping[str, Any] = field(dict, "its options, see ``DATASETS.options(name)``")
     data_dir: str | None = field(None, "the folder of its files")
     download: bool = field(False, "first download missing files into ``data_dir``")
@@ -178,9 +172,7 @@ class DataConfig(Section):
         "samples of each learner in a step, together ``batch_size``, for learners of different speed; averages are "
         "then weighted by them",
     )
-    balance: bool = field(
-        False, "measure the speed of each rank at the start, and set ``learners_batch`` in proportion to it"
-    )
+    balance: bool = field(False, "measure each rank's speed at the start, and set ``learners_batch`` in proportion")
     accumulation: int = field(1, "backward passes per step, each with an equal part of a learner's samples", least=1)
 
     def __post_init__(self) -> None:
@@ -201,9 +193,7 @@ class OptimizerConfig(Section):
 
     KEY: ClassVar[str] = "optimizer"
 
-    name: str = field(
-        "sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's; other short names are torch's", parts=OPTIMIZERS
-    )
+    name: str = field("sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's, others torch's", parts=OPTIMIZERS)
     options: Mapping[str, Any] = field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = field(False, "no weight decay and no layer-wise adaptation of biases and norms")
     lr: float = field(0.1, "peak learning rate; with ``reference_batch_size``, the reference batch's", least=0)
@@ -234,12 +224,11 @@ class OptimizerConfig(Section):
             raise ValueError(
                 "optimizer.adamw_lr is set: a run sets lr for all parameters, take adjust_lr_fn='match_rms_adamw'"
             )
+        marks = f"optimizer.milestones is {self.milestones}: "
         if bool(self.milestones) != (self.schedule == "step"):
-            raise ValueError(
-                f"optimizer.milestones is {self.milestones}: set milestones if and only if schedule is 'step'"
-            )
+            raise ValueError(f"{marks}set milestones if and only if schedule is 'step'")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=0) < 0:
-            raise ValueError(f"optimizer.milestones is {self.milestones}: they must be in ascending order, from 0")
+            raise ValueError(f"{marks}they must be in ascending order, from 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +249,7 @@ class StrategyConfig(Section):
         "all if they are small or ``torch.func.vmap`` runs them",
         least=1,
     )
-    transport: str = field(
-        TRANSPORTS[0], "how ranks exchange bytes, see :func:`ddpcore.distribute`", choices=TRANSPORTS
-    )
+    transport: str = field(TRANSPORTS[0], "how ranks exchange bytes: :class:`ddpcore.Connection`", choices=TRANSPORTS)
     link: str | None = field(
         None,
         "a network to emulate between real ranks, ``10Gb/s,50us``, see :meth:`ddpcore.comm.Link.parse`; the seconds of "
@@ -273,9 +260,7 @@ class StrategyConfig(Section):
         "when a rank dies: ``raise`` ends all ranks, ``shrink`` goes on with the others, see docs/reliability.md",
         choices=ON_FAILURE,
     )
-    timeout: float = field(
-        TIMEOUT_SECONDS, "seconds that a living rank may let the others wait", above=0, most=MOST_SECONDS
-    )
+    timeout: float = field(TIMEOUT_SECONDS, "seconds a living rank may let the others wait", above=0, most=MOST_SECONDS)
     on_nonfinite: str = field(
         ON_NONFINITE[0],
         "a gradient that is not finite ends the run as diverged (``raise``), or the learner leaves out its step "
@@ -287,12 +272,11 @@ class StrategyConfig(Section):
         super().__post_init__()
         check_keys("strategy.policies", self.policies, (item.name for item in fields(Policies)))
         Policies(**self.policies)
-        if self.link is not None and self.learners == 1:
-            raise ValueError(
-                f"strategy.link is {self.link!r} and learners is 1: one learner sends nothing, leave it out"
-            )
-        if self.link is not None:
-            Link.parse(self.link)
+        link = self.link
+        if link is not None and self.learners == 1:
+            raise ValueError(f"strategy.link is {link!r} and learners is 1: one learner sends nothing, leave it out")
+        if link is not None:
+            Link.parse(link)
         needed = f"strategy.on_failure is {self.on_failure!r}: "
         if self.on_failure != ON_FAILURE[0] and self.learners <= LEAST:
             raise ValueError(f"{needed}{LEAST} learners must be left, and learners is {self.learners}: take more")
@@ -313,9 +297,7 @@ class RunConfig(Section):
     target: float | None = field(None, "end the run at an evaluation with this accuracy", above=0, most=1)
     evaluate_every: int = field(1, "epochs between evaluations of the averaged model; 0: only at the end", least=0)
     evaluate_on: str = field("test", "``validation`` uses the test split once, at the end", choices=EVALUATION_SPLITS)
-    evaluation_batch_norm: str = field(
-        BATCH_NORM[0], "of the averaged model, see ``evaluation_model``", choices=BATCH_NORM
-    )
+    evaluation_batch_norm: str = field(BATCH_NORM[0], "of the averaged model: ``evaluation_model``", choices=BATCH_NORM)
     recalibration_batches: int = field(32, "training batches for the batch normalization ``recalibrate``", least=1)
     statistics_every: int = field(0, "steps between records of ``NoiseStatistics``; 0: no statistics", least=0)
     statistics_samples: int | None = field(None, "training samples for its full loss; None: all", least=1)
@@ -335,10 +317,9 @@ class RunConfig(Section):
         super().__post_init__()
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"run.epochs is {self.epochs} and run.steps is {self.steps}: give exactly one of them")
-        if self.escape_loss is not None and not self.statistics_every:
-            raise ValueError(
-                f"run.escape_loss is {self.escape_loss}: the statistics compute the full loss, set statistics_every"
-            )
+        loss = self.escape_loss
+        if loss is not None and not self.statistics_every:
+            raise ValueError(f"run.escape_loss is {loss}: the statistics compute the full loss, set statistics_every")
         if self.target is not None and not self.evaluate_every:
             raise ValueError(
                 f"run.target is {self.target}: only an evaluation can reach it, set evaluate_every to 1 or more"
@@ -356,9 +337,6 @@ for _section in CLASSES.values():
     _section.__doc__ = f"{_section.__doc__}\n\n    Attributes:\n" + "\n".join(
         f"        {name}: {item.metadata['about']}" for name, item in _fields.items()
     )
-
-
-_KEY = (0, 0, 0, 3)  # key of the permutation of the samples; no other random draw uses this key
 
 
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:

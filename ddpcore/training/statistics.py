@@ -23,9 +23,8 @@ class Measurements:
     label smoothing and augmentation as in training. Samples that cannot be divided equally among the n learners are
     left out. It is computed in parts of the size of a backward pass, so that it needs no more memory than a step.
 
-    Raises:
-        ValueError: the training set is smaller than ``statistics_samples`` or ``hessian_samples``, or has fewer samples
-            than learners; or the model has fewer parameters than ``hessian_top`` eigenvectors.
+    ValueError: the training set has fewer samples than ``statistics_samples``, ``hessian_samples`` or learners, or the
+    model fewer parameters than ``hessian_top`` eigenvectors.
     """
 
     def __init__(self, run: RunConfig, trainer: Trainer) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ddpcore.comm.base import Communicator
 from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state
+from ddpcore.distributed.saved import load_run_state, load_state, state_of
 from ddpcore.optim.schedules import Schedule
-from ddpcore.storage.serialization import copy_of
+
+BATCH_SIZE = 1000  # samples of an evaluation at a time
 
 
 def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,20 +28,14 @@ def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Count samples by label and prediction.
-
-    The matrices of parts of a data set add up to the matrix of the whole data set.
+    """Count samples by label and prediction. The matrices of parts of a data set add up to that of the whole one.
 
     Args:
         logits: ``[N, C]``; the prediction is the class of the largest logit.
         labels: int64 ``[N]``.
 
-    Returns:
-        int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain a
-        NaN, which predict no class.
-
-    Raises:
-        ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
+    Returns int64 ``[C, C + 1]``: row = label, column = prediction. The last column counts samples whose logits contain
+    a NaN, which predict no class. ValueError: the shapes do not fit, N is 0, or a label is outside 0..C-1.
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or len(labels) == 0:
         shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
@@ -70,10 +65,7 @@ def scores(confusion: torch.Tensor) -> Scores:
     With TP, FP, FN and TN of one class against all others: precision TP / (TP + FP), recall TP / (TP + FN), F1
     2 TP / (2 TP + FP + FN), specificity TN / (TN + FP), averaged over the classes that occur as a label or a
     prediction. 0 / 0 counts as 0. So F1 is the mean of the F1 of the classes, and recall equals accuracy if all classes
-    have the same number of samples.
-
-    Raises:
-        ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
+    have the same number of samples. ValueError: the matrix is not ``[C, C + 1]``, or all counts are 0.
     """
     if confusion.ndim != 2 or confusion.shape[1] != confusion.shape[0] + 1 or int(confusion.sum()) < 1:
         raise ValueError(f"scores: a matrix of {list(confusion.shape)} must be [C, C + 1] and count a sample at least")
@@ -84,7 +76,7 @@ def scores(confusion: torch.Tensor) -> Scores:
     true_negative_C = total - right_C - false_positive_C - false_negative_C
     occurs_C = right_C + false_positive_C + false_negative_C > 0
 
-    def mean_ratio(part_C: torch.Tensor, rest_C: torch.Tensor) -> float:
+    def mean_ratio(part_C: Tensor, rest_C: Tensor) -> float:
         return float((part_C / (part_C + rest_C)).nan_to_num(0.0)[occurs_C].mean())
 
     return Scores(
@@ -96,16 +88,11 @@ def scores(confusion: torch.Tensor) -> Scores:
     )
 
 
-BATCH_SIZE = 1000
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The result over all samples of a split.
+    """The result over all samples of a split: ``loss``, the mean cross-entropy of all labels, without label smoothing.
 
-    Attributes:
-        loss: mean cross-entropy of all labels, without label smoothing.
-        confusion: counts ``[C, C + 1]``, see :func:`ddpcore.training.trainer.confusion_matrix`.
+    ``confusion`` are counts ``[C, C + 1]``, see :func:`ddpcore.training.trainer.confusion_matrix`.
     """
 
     loss: float
@@ -150,19 +137,12 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
     return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
 
 
-_LESS_MEMORY = (
-    "(forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a larger "
-    "data.accumulation"
-)
-
-
 @dataclass(eq=False, repr=False)
 class Trainer:
     """Trains one model on the mini-batches of the learners of this process.
 
     Attributes:
-        handle: the result of ``ddpcore.distribute``.
-        optimizer: the optimizer that was passed to ``distribute``.
+        handle, optimizer: the result and an argument of ``ddpcore.distribute``.
         dataset: the data set, on the device of the model.
         batches: which samples each learner takes at a step.
         learners: the rows of ``batches`` for this process: one for a real rank, all for virtual learners.
@@ -171,7 +151,7 @@ class Trainer:
         module: the model that was passed to ``distribute``; :meth:`state_dict` holds its state.
         schedule: learning rate of each step; None keeps the optimizer's.
         accumulation: backward passes per step.
-        label_smoothing: label smoothing of the training loss.
+        label_smoothing: of the training loss.
         max_grad_norm: largest norm of a learner's gradient; only for optimizers that do not clip in their step.
         autocast: dtype of forward passes; None is the dtype of the weights.
         compile: run the model through ``torch.compile``.
@@ -219,12 +199,11 @@ class Trainer:
 
     def indices(self) -> Tensor:
         """The training samples of the next step, int64 ``[L, B]``; rows of smaller batches end with -1."""
-        deals = self.handle.deals
-        if not deals:
-            rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
-            return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
-        shared = ResharedBatches(self.batches, deals)
-        return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
+        if self.handle.deals:
+            shared = ResharedBatches(self.batches, self.handle.deals)
+            return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
+        rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
+        return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
 
     def parts(self) -> tuple[Tensor, ...]:
         """:meth:`indices` divided among the backward passes of the step."""
@@ -236,11 +215,9 @@ class Trainer:
 
     def _losses_of_each(self, indices_LB: Tensor) -> Tensor:
         """The same where learners have batches of different size, which no tensor holds: each model is called alone."""
-        epoch, found = self.batches.epoch(self.num_steps), []
-        for model, row in zip(self.handle.models, indices_LB, strict=True):
-            inputs, labels = self.dataset.train.batch(row[row >= 0], epoch)
-            found.append(self._losses(model, inputs, labels))
-        return torch.cat(found)
+        train, epoch = self.dataset.train, self.batches.epoch(self.num_steps)
+        pairs = zip(self.handle.models, indices_LB, strict=True)
+        return torch.cat([self._losses(model, *train.batch(row[row >= 0], epoch)) for model, row in pairs])
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
         deals = self.handle.deals
@@ -271,28 +248,18 @@ class Trainer:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             first = " ".join(str(error).partition("\n")[0].split())
-            raise MemoryError(f"{first} {_LESS_MEMORY}") from None
+            raise MemoryError(
+                f"{first} (forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a "
+                "larger data.accumulation"
+            ) from None
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: the step, module, optimizer, handle, torch's random generators."""
-        device, random = self.dataset.train.labels.device, {"cpu": torch.get_rng_state()}
-        if device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(device)
-        return {
-            "step": self.num_steps,
-            "model": copy_of(dict(self.module.state_dict())),
-            "optimizer": self.optimizer.state_dict(),
-            "handle": self.handle.state_dict(),
-            "random": random,
-        }
+        return {"step": self.num_steps, **state_of(self.handle, self.module, self.optimizer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a result of :meth:`state_dict`. Collective.
-
-        Raises:
-            ValueError: the state belongs to another model or another version of ddpcore.
-        """
+        """Load a result of :meth:`state_dict`. Collective. ValueError: it is of another model or version of ddpcore."""
         self.handle.check_state(state["handle"])
         mine, theirs = self.module.state_dict(), state["model"]
         for name in [*mine, *theirs]:
@@ -307,23 +274,13 @@ class Trainer:
             # another order. One backward pass now, whose result is dropped, makes a resumed run give the same bits.
             self._backward(self.indices(), 1.0)
             self.optimizer.zero_grad()
-        self.module.load_state_dict(theirs)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.handle.load_state_dict(state["handle"])
-        self.num_steps, device = state["step"], self.dataset.train.labels.device
-        torch.set_rng_state(state["random"]["cpu"])
-        if "cuda" in state["random"] and device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), device)
+        load_state(self.handle, self.module, self.optimizer, state)
+        self.num_steps = state["step"]
 
     def load_moved(self, states: list[dict[str, Any]], moments: str) -> None:
-        """Load what the processes of a run with another number of learners have saved. Collective.
+        """Load results of :meth:`state_dict`, of all processes of a run with another number of learners. Collective.
 
-        Args:
-            states: results of :meth:`state_dict`, of all these processes.
-            moments: see :func:`ddpcore.distributed.saved.load_run_state`.
-
-        Raises:
-            ValueError: another strategy or another model has saved them.
+        For ``moments`` and a ValueError see :func:`ddpcore.distributed.saved.load_run_state`.
         """
         if self.handle.learner is None:  # a baseline, whose learners are equal
             random, states = self.state_dict()["random"], states[:1]
@@ -335,11 +292,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluation_model(self, batch_norm: str = "average", recalibration_batches: int = 0) -> nn.Module:
-        """The averaged model in evaluation mode, the same on every rank. Collective.
+        """The :meth:`~ddpcore.Distributed.evaluation_model` in evaluation mode, the same on every rank. Collective.
 
-        Args:
-            batch_norm: see :meth:`ddpcore.Distributed.evaluation_model`.
-            recalibration_batches: how many of the last training batches ``recalibrate`` uses.
+        ``recalibrate`` uses so many of the last training batches.
         """
         inputs = self._last_inputs(recalibration_batches) if batch_norm == "recalibrate" else None
         model = self.handle.evaluation_model(batch_norm, inputs).eval()
@@ -351,10 +306,7 @@ class Trainer:
         return model
 
     def evaluate(self, model: nn.Module, split: str = "test") -> Evaluation | None:
-        """Evaluate a result of :meth:`evaluation_model` on a whole split; None if the data set has no such split.
-
-        The ranks divide the samples among them. Training is not affected. Collective.
-        """
+        """Evaluate a result of :meth:`evaluation_model` on a split; None if there is no such split. Collective."""
         samples = self.dataset.splits().get(split)
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
 

@@ -12,10 +12,10 @@ from unittest.mock import Mock, call
 import pytest
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import buckets, comm
+from ddpcore.bench import buckets
 from ddpcore.bench import command as of_commands
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
-from ddpcore.bench.contender import parse_sizes
+from ddpcore.bench.contender import Contender, parse_sizes
 from ddpcore.display import chart
 from ddpcore.models import MODELS
 from ddpcore.runtime import launch
@@ -152,8 +152,7 @@ def test_exit_codes(command: str, error: BaseException, code: int, monkeypatch: 
         raise error
 
     monkeypatch.setattr(launch, "run", fail)
-    for module in (of_commands, comm):  # whatever else runs on this machine
-        monkeypatch.setattr(module, "free_memory", lambda device: math.inf)
+    monkeypatch.setattr(of_commands, "free_memory", lambda device: math.inf)  # whatever else runs on this machine
     assert bench.main([command]) == code
 
 
@@ -170,8 +169,7 @@ def test_a_rank_of_torchrun_names_itself(
 
 def test_warm_ups_report_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a large model they take minutes. Each size counts, also one whose buckets exist already."""
-    for name in ("build_contender", "run_block"):
-        monkeypatch.setattr(buckets, name, Mock())
+    monkeypatch.setattr(Contender, "build", Mock())
     monkeypatch.setattr(buckets, "bucket_bytes", lambda contender: [MiB])
     config, progress = BucketsConfig(bucket_mb=("1", "5", "one")), Mock()
     (candidate,) = buckets._candidates("ssgd", config, Mock(), Mock(), Mock(), progress)

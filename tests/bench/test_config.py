@@ -15,7 +15,7 @@ from ddpcore.options import command_line
 
 
 def parse(words: list[str]) -> BenchConfig:
-    return command_line.parse(BenchConfig, words, prog="bench", description="")
+    return command_line.parse(BenchConfig, words, prog="bench")
 
 
 def test_defaults() -> None:

@@ -54,6 +54,13 @@ def test_numbers() -> None:
     assert cells == ["FusedSGD", "LeNet-5", "0.125/0.25/0.5", "20 to 28", "12.5", "25.0", "50%"]
 
 
+def test_times_of_a_busy_machine_are_called_so() -> None:
+    calm = {"p20": 0.4, "p50": 0.512, "p80": 0.6}
+    text = text_of(row("FusedSGD"), row("torch SGD", ms=calm))
+    assert "busy machine: in 1 of 2 rows the p80 is more than twice the p20" in text
+    assert "busy" not in text_of(row("FusedSGD", ms=calm), row("torch SGD", ms=calm))
+
+
 def test_what_was_not_measured_is_a_dash() -> None:
     line = next(line for line in text_of().splitlines() if COMPARISON in line)
     assert line.count(" - ") == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.bench.implementations import LISTS
+from ddpcore.bench.implementations import LISTS, describe
 
 
 @pytest.mark.parametrize(
@@ -20,18 +20,18 @@ from ddpcore.bench.implementations import LISTS
 )
 def test_sizes(name: str, parameters: int, num_tensors: int) -> None:
     """The numbers of torchvision's ResNets, timm's vit_small_patch16_224 and transformers' BertModel (uncased)."""
-    found = LISTS[name].describe()
+    found = describe(name)
     assert (found["parameters"], found["num_tensors"]) == (parameters, num_tensors)
 
 
 def test_lenet5_is_spelled_out() -> None:
-    assert LISTS["lenet5"].shapes == [
+    assert LISTS["lenet5"][1] == [
         (6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (100, 84), (100,)
     ]  # fmt: skip
 
 
 def test_parts_of_the_larger_ones() -> None:
-    resnet, bert = LISTS["resnet18"].shapes, LISTS["bert-base"].shapes
+    resnet, bert = LISTS["resnet18"][1], LISTS["bert-base"][1]
     assert sum(len(shape) == 4 for shape in resnet) == 20
     assert [shape for shape in resnet if shape[2:] == (1, 1)] == [(128, 64, 1, 1), (256, 128, 1, 1), (512, 256, 1, 1)]
     assert bert[:3] == [(30522, 768), (512, 768), (2, 768)]
@@ -40,6 +40,6 @@ def test_parts_of_the_larger_ones() -> None:
 
 
 def test_every_list_has_a_title() -> None:
-    assert [found.title for found in LISTS.values()] == [
+    assert [title for title, _ in LISTS.values()] == [
         "LeNet-5", "ResNet-18", "ResNet-50", "ViT-S", "BERT-base", "BERT-large",
     ]  # fmt: skip

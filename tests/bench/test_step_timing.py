@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddpcore.bench import contender
 from ddpcore.bench.config import BenchConfig, resolve
+from ddpcore.bench.contender import Contender
 from ddpcore.bench.isolated import StepTimer
 from ddpcore.data import load_dataset
 from ddpcore.models import MODELS
@@ -33,7 +34,7 @@ def test_every_gradient_arrives_between_forward_and_update(monkeypatch: pytest.M
         num_gpus=0,
     )
     dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
-    one = contender.build_contender(contender.COMPUTE, resolved, World(), dataset)
+    one = Contender.build(contender.COMPUTE, resolved, World(), dataset)
     timer = StepTimer(one)
     clock = count()
     monkeypatch.setattr(timer, "_now", lambda: float(next(clock)))  # each reading takes a second
@@ -78,8 +79,8 @@ def test_the_work_of_our_strategies_without_communication_has_their_optimizer() 
     dataset = load_dataset("synthetic", input_shape=spec.input_shapes[0], num_classes=spec.num_classes)
     kinds = {}
     for name in ("ssgd", "ddp"):
-        one = contender.build_contender(contender.compute_of(name), resolved, World(), dataset)
-        contender.run_block(one, 3, True)
+        one = Contender.build(contender.compute_of(name), resolved, World(), dataset)
+        one.run(3, timed=True)
         assert one.bytes_per_step(1) == 0
         assert one.trainer is not None
         kinds[name] = type(one.trainer.optimizer)

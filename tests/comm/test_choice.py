@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
-from ddpcore.comm.choice import BACKENDS, TRANSPORTS
+from ddpcore.comm.connect import BACKENDS, TRANSPORTS
 
 
 @pytest.mark.parametrize(

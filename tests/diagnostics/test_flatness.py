@@ -48,6 +48,16 @@ def test_quadratic() -> None:
     assert torch.equal(model.row(), w)
 
 
+def test_a_parameter_of_one_number() -> None:
+    """It may have no dimension."""
+    values = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64)
+    model = Weights(values[:2])
+    model.scale = nn.Parameter(values[2])
+    seen = flatness(model, lambda: 0.5 * (values[:2] * model.row().square()).sum() + 2.0 * model.scale.square())
+    assert seen.hessian_eigenvalue == pytest.approx(4.0, rel=2e-3)
+    assert seen.relative_trace == pytest.approx(27.0 + 8.0 + 4.0, rel=1e-12)
+
+
 def test_a_diagonal_trace_is_exact() -> None:
     """Of a diagonal matrix Hutchinson's estimate has no error, whatever the signs."""
     values, w = torch.arange(1.0, D + 1, dtype=torch.float64), torch.linspace(-1, 2, D, dtype=torch.float64)

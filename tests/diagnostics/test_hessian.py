@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -89,6 +90,35 @@ def test_a_vision_transformer(gauss_newton: bool) -> None:
     data = list(zip(inputs.split(4), labels.split(4), strict=True))
     hessian = Hessian(model, DataLoss(model, F.cross_entropy, data), gauss_newton=gauss_newton)
     expected = exact_gauss_newton(model, data) if gauss_newton else exact(model, data)
+    vectors = random_rows(3, hessian.numel)
+    torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-9, atol=1e-11)
+
+
+class Quotient(nn.Linear):
+    """A linear layer with weights ``v * g / |v|``, the norm of each row or column."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(SIZES[0], SIZES[1])
+        self.dim, self.v = dim, self._parameters.pop("weight")
+        self.g = nn.Parameter(torch.empty(SIZES[1], 1) if dim == 0 else torch.empty(1, SIZES[0]))
+        self.v = self._parameters.pop("v")  # the order of torch's: bias, g, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.v * (self.g / self.v.norm(dim=1 - self.dim, keepdim=True)), self.bias)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("make", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_weight_norm(make: Callable[..., nn.Module], dim: int) -> None:
+    """The second derivatives of torch's own operation are wrong: they take the norm as a constant."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Quotient(dim), nn.Tanh(), nn.Linear(SIZES[1], SIZES[2])).double()
+    model, data = network(), batches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        make(model[0], dim=dim)
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()), plain.parameters())
+    hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(plain, data)
     vectors = random_rows(3, hessian.numel)
     torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-9, atol=1e-11)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,3 +76,59 @@ def test_a_forward_pass_that_no_hook_sees(strategy, way):
         optimizer.step()
     after = [p.detach() for model in handle.models for p in model.parameters()]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("way", ["before the passes", "between them", "one learner after the other", "in no_sync"])
+def test_zero_grad_of_the_model_of_learner_0(make, way):
+    """The gradients of the other learners would add up from step to step."""
+    handle, optimizer = trained(make())
+    model, x = handle.models[0], torch.ones(L, 6, 5)
+    handle.model(x).square().mean(dim=(1, 2)).sum().backward()
+    optimizer.step()
+    before = [p.detach().clone() for one in handle.models for p in one.parameters()]
+    if way != "between them":
+        model.zero_grad()
+    with handle.no_sync() if way == "in no_sync" else nullcontext():
+        if way == "one learner after the other":
+            for one, own in zip(handle.models, x, strict=True):
+                one(own).square().mean().backward()
+        else:
+            outputs = handle.model(x)
+            if way == "between them":
+                model.zero_grad()
+            outputs.square().mean(dim=(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
+        optimizer.step()
+    assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
+    optimizer.zero_grad()
+    handle.model(x).square().mean(dim=(1, 2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
+def test_a_learner_may_be_measured_between_two_steps(make):
+    """With a backward pass, before all gradients are reset."""
+    handle, optimizer = trained(make())
+    x = torch.ones(L, 6, 5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        handle.model(x).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+        with handle.no_sync():
+            handle.models[0].zero_grad()
+            handle.models[0](x[0]).sum().backward()
+
+
+def test_one_norm_of_all_learners_is_refused():
+    handle, _ = trained(ddpcore.DPSGD(ddpcore.Ring()))
+    handle.model(torch.ones(L, 6, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call handle.clip_grad_norm_\(max_norm\)"):
+        nn.utils.clip_grad_norm_(handle.model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(handle.model.parameters(), 0.1)  # acts on each number alone
+    assert len(list(handle.model.parameters())) == 4 * L
+    one = ddpcore.distribute(
+        model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=1
+    )
+    one.model(torch.ones(1, 4, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)

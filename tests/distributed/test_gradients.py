@@ -52,6 +52,44 @@ def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
         training.assert_near(row, training.flat_weights(plain))
 
 
+@pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
+def test_accumulation_by_one_learner_after_the_other(optimizer_name: str) -> None:
+    """All micro-batches of a learner come before those of the next one, each with its last pass outside of no_sync."""
+    model, plain = training.mlp(), training.mlp()
+    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+    twin = training.OPTIMIZERS["sgd"](plain.parameters())
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, **connected(**training.SMALL))
+    for step in range(3):
+        inputs, labels = training.samples(3, 6, seed=step)
+        optimizer.zero_grad()
+        for one, own, wanted in zip(handle.models, inputs, labels, strict=True):
+            with handle.no_sync():
+                for micro in range(2):
+                    part = slice(2 * micro, 2 * micro + 2)
+                    (F.cross_entropy(one(own[part]), wanted[part]) / 3).backward()
+            (F.cross_entropy(one(own[4:]), wanted[4:]) / 3).backward()
+        optimizer.step()
+        twin.zero_grad()
+        F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+        twin.step()
+    for row in training.weights_of_learners(handle):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+def test_a_learner_with_all_its_passes_inside_no_sync_is_refused() -> None:
+    """The others had one outside, and wait for it."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3)
+    inputs, _ = training.samples(3, 4)
+    handle.models[0](inputs[0]).sum().backward()
+    with handle.no_sync():
+        for one, own in zip(handle.models[1:], inputs[1:], strict=True):
+            one(own).sum().backward()
+    with pytest.raises(RuntimeError, match=r"learner 1, 2 had no backward pass outside of no_sync\(\)"):
+        optimizer.step()
+
+
 def test_nested_no_sync_stays_paused() -> None:
     model = training.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.distributed.observer import Observer
+from ddpcore.distributed.handle import Observer
 from ddpcore.optim import FusedAdamW, FusedLARS, FusedSGD, weight_step
 from ddpcore.parameters.flat import LARGE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
 from functools import partial
 from typing import Any
@@ -258,6 +259,21 @@ def test_autograd_refuses_a_graph_of_old_weights() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_handle_trains_nothing(copied: Any) -> None:
+    """Its hooks stay behind, so no strategy would average. A module that holds the handle can be copied."""
+    holder = nn.Linear(2, 2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    holder.handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    one = copied(holder)
+    assert torch.equal(one.weight, holder.weight)
+    for name in ("model", "learner", "backward", "state_dict", "strategy"):
+        with pytest.raises(RuntimeError, match="this is a copy of a handle"):
+            getattr(one.handle, name)
+    assert copy.copy(holder.handle) is holder.handle
 
 
 def test_copies_and_saved_models_call_no_strategy() -> None:

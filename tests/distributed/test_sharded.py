@@ -10,7 +10,7 @@ from helpers import ranks
 from helpers.each import each
 
 # FSDP2 adds the gradients of the samples of two ranks in another order than one backward pass of a whole batch does.
-# Six steps of lr 0.01 to 0.1 carry that rounding, of 2^-24 of a number near 1, into a weight.
+# Six steps of lr 0.01 to 0.1 carry that rounding, of 2^-24 of a number near 1, into a weight; see EPS, too.
 TOLERANCE = 2e-6
 
 

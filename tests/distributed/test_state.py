@@ -39,6 +39,13 @@ STATEFUL = {
     "noisy apart": lambda: ddpcore.NoisySSGD(0.1, seed=2, where="per_learner"),
 }
 
+MIDWAY = {
+    **STATEFUL,
+    "combine": lambda: ddpcore.DPSGD(ddpcore.Ring(), order="combine_then_adapt"),
+    "combine topk": lambda: ddpcore.DPSGD(ddpcore.Ring(), order="combine_then_adapt", compression=TopK(ratio=0.2)),
+    "slow combine": lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Ring(), order="combine_then_adapt"), period=2),
+}
+
 
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd", "adam"])
 @pytest.mark.parametrize("strategy_name", STATEFUL)
@@ -121,6 +128,43 @@ def test_loading_discards_an_unfinished_step(strategy_name: str) -> None:
         ends.append(training.weights_of_learners(handle))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("strategy_name", [name for name in MIDWAY if name != "noisy apart"])
+def test_a_state_from_the_middle_of_a_step(strategy_name: str) -> None:
+    """Saved between the forward pass and the step, which the resumed run begins anew with the same result."""
+
+    def make() -> tuple[Any, Any, Any]:
+        model = training.mlp()
+        optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+        strategy = MIDWAY[strategy_name]()
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=training.L, **connected(**training.SMALL))
+        return model, optimizer, handle
+
+    def states() -> Any:
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
+
+    model, optimizer, handle = make()
+    saved = []
+    for step in range(6):
+        inputs, labels = training.samples(training.L, 4, seed=step)
+        optimizer.zero_grad()
+        loss = training.loss_of(handle.model(inputs), labels)
+        saved += [states()] if step == 3 else []
+        loss.backward()
+        saved += [states()] if step == 3 else []
+        optimizer.step()
+    end = training.weights_of_learners(handle).clone()
+    for state in saved:
+        model, optimizer, handle = make()
+        for part, own in zip((model, optimizer, handle), state, strict=True):
+            part.load_state_dict(own)
+        for step in range(3, 6):
+            inputs, labels = training.samples(training.L, 4, seed=step)
+            optimizer.zero_grad()
+            training.loss_of(handle.model(inputs), labels).backward()
+            optimizer.step()
+        assert torch.equal(training.weights_of_learners(handle), end)
 
 
 def test_a_parameter_that_rests_after_a_restart_is_stepped_as_before() -> None:

@@ -174,7 +174,7 @@ def accepted(module: str, words: list[str]) -> bool:
         words = [*first, *words[1:]]
     if module == "ddpcore.bench":
         name = words.pop(0) if words and not words[0].startswith("-") else ""
-        return command_line.parse(COMMANDS[name].options, words, prog=name, description="", epilog="") is not None
+        return command_line.parse(COMMANDS[name].options, words, prog=name, epilog="") is not None
     if module == "ddpcore.experiments":
         return parse(words) is not None
     return any((ROOT / Path(*module.split("."))).with_suffix(end).exists() for end in (".py", ""))

@@ -9,7 +9,7 @@ import torch
 
 from ddpcore.records.run import RunRecord
 from ddpcore.runtime.launch import World
-from ddpcore.training import balance, train
+from ddpcore.training import build, train
 from helpers import images
 from helpers.ranks import join
 
@@ -24,11 +24,11 @@ COMMON = {  # without dropout, whose masks differ from rank to rank
 def main() -> None:
     path, rank, world_size = join()
     out = path.parent / "run"
-    balance.seconds_of = lambda placement, dataset, size: size * (2.0 if rank == 2 else 1.0)
+    build.seconds_of = lambda placement, dataset, size: size * (2.0 if rank == 2 else 1.0)
     world = World(rank=rank, world_size=world_size, local_rank=rank)
     config = images.config(COMMON, data={"balance": True})
     train(config, out=out, world=world, dataset=images.images())
-    balance.seconds_of = None  # type: ignore[assignment]  a run that goes on does not measure again
+    build.seconds_of = None  # type: ignore[assignment]  a run that goes on does not measure again
     train(config, out=out, world=world, dataset=images.images(), resume=True)
     header = RunRecord.read(out).header
     model = (out / "model.safetensors").read_bytes()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import MixedCommunicator
-from ddpcore.comm.columns import exchange_columns
+from ddpcore.comm.base import exchange_columns
 from ddpcore.comm.shared import coordination
 from ddpcore.ops import Mixture
 from ddpcore.optim import FusedSGD

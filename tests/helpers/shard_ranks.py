@@ -279,6 +279,9 @@ def refused(meshes: dict[str, DeviceMesh]) -> dict[str, Any]:
     pairs[0][1].grad = gradient
     message("mesh of the gradient", optimizer.step)
     found["unchanged"] = torch.equal(whole(pairs[0][1]), before)
+    matrices = named()
+    matrices[0][1].grad = gradient
+    message("mesh of the gradient of a matrix", Muon(matrices).step)
 
     shared = torch.ones(2, 4)
     tied = [(name, nn.Parameter(DTensor.from_local(shared, mesh, [Shard(0)]))) for name in ("in", "out")]

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import ddpcore
 from helpers import ranks
 
 pytestmark = pytest.mark.slow
@@ -78,3 +80,41 @@ def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, 
 
 def test_one_process(alone: dict[str, Any]) -> None:
     assert torch.equal(*alone["resumed"])
+
+
+def test_several_models_of_one_loop(tmp_path: Path) -> None:
+    """Of equal shapes, as a model and its teacher: each is saved by itself, and loads its own state."""
+    import accelerate
+
+    from ddpcore.integrations.accelerate import prepare
+
+    def begin(seed: int) -> tuple[Any, list[Any], list[Any]]:
+        accelerate.Accelerator().free_memory()
+        accelerator = accelerate.Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        models = [nn.Linear(4, 4) for _ in range(4)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+        for place in range(4):
+            if place % 2:
+                _, model, optimizer = prepare(accelerator, models[place], optimizers[place], ddpcore.SSGD())
+            else:
+                model, optimizer = accelerator.prepare(models[place], optimizers[place])
+            models[place], optimizers[place] = model, optimizer
+        return accelerator, models, optimizers
+
+    def train(accelerator: Any, models: list[Any], optimizers: list[Any], num_steps: int) -> list[torch.Tensor]:
+        for step in range(num_steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+                accelerator.backward(model(inputs).square().mean())
+                optimizer.step()
+        return [model.weight.detach().clone() for model in models]
+
+    first = begin(0)
+    train(*first, 3)
+    first[0].save_state(str(tmp_path))
+    expected = train(*first, 2)
+    second = begin(1)
+    second[0].load_state(str(tmp_path))
+    assert all(map(torch.equal, expected, train(*second, 2)))

@@ -187,6 +187,7 @@ def test_a_partial_gradient_is_reduced(seen, assert_same_bits):
     ("what", "message"),
     [
         ("mesh of the gradient", r"the gradient of parameter first is on DeviceMesh\(\(replicas=2.*distribute_tensor$"),
+        ("mesh of the gradient of a matrix", r"the gradient of parameter first is on DeviceMesh.*distribute_tensor$"),
         ("tied", "parameter out is a shard of the same memory as parameter in: tie them as one parameter"),
         ("tied groups", "parameter out is a shard of the same memory as parameter in"),
         ("muon", "parameter first is laid out as .* and Muon takes what torch.chunk divides"),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpcore.records.run import KINDS, RECORD, RunRecord, rank_of, step_file
+from ddpcore.records.run import RECORD, RunRecord, rank_of, step_file
 from ddpcore.storage.json_lines import write_lines
+
+KINDS = ("run", "resume", "epoch", "statistics", "hessian", "nonfinite", "members", "end")
 
 
 def test_the_kind_of_a_line_decides_where_it_is(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_picture_of_many_points_is_small_and_keeps_peaks() -> None:
 def test_a_heat_map_of_many_steps_keeps_the_largest_value(make_run: Make) -> None:
     lines = [{"step": step, "compute": 3.0 if step == 5005 else 0.0} for step in range(10_000)]
     (run,) = read_sources([make_run(steps={0: lines, 1: lines})]).runs
-    (section,) = timeline_sections(run, "a run")
+    (section,) = timeline_sections(run)
     row = section.charts[1].series[0]
     assert len(row.y) <= MAX_COLUMNS and max(value for value in row.y if value is not None) == 3000
     assert section.charts[1].note == "A column is the largest value of 25 steps."
@@ -40,7 +40,7 @@ def test_a_heat_map_of_many_steps_keeps_the_largest_value(make_run: Make) -> Non
 def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
     recorded_steps[0].append({"step": 7, "compute": 1.0, "seconds": 1.0})  # rank 1 has not come so far
     (run,) = read_sources([make_run(steps=recorded_steps)]).runs
-    (section,) = timeline_sections(run, "a run")
+    (section,) = timeline_sections(run)
     means, waits = section.tables
     assert [row[:4] for row in means.rows] == [["0", "10", "5", "20"], ["1", "30", "5", "0"]]
     assert [list(row) for row in waits.rows] == [["rank 0", "0.0", "120.0"], ["rank 1", "0.0", "0.0"]]
@@ -54,7 +54,7 @@ def test_who_waits_for_whom(make_run: Make, recorded_steps: Any) -> None:
         for rank, lines in recorded_steps.items()
     }
     (run,) = read_sources([make_run("old", steps=old)]).runs  # recorded before passes were
-    assert timeline_sections(run, "a run")[0].lines == []
+    assert timeline_sections(run)[0].lines == []
 
 
 def test_a_band_of_one_point_is_a_line() -> None:

@@ -191,6 +191,15 @@ def test_a_study_with_verdicts() -> None:
     assert claims.headings[0] == "claim" and "predicate" not in claims.headings
     assert any("holds" in row[-1] for row in claims.rows)
     assert section.charts[0].title == "error_pct"
+    assert "published numbers" not in claims.headings, "the document has no such numbers"
+    assert "of 7 claims the verdict is " in section.lines[1] and "'holds' of " in section.lines[1]
+
+
+def test_claims_with_published_numbers() -> None:
+    (section,) = sections_of(read_sources([RESULTS / "gpu-configs-cifar10"]))
+    claims = section.tables[0]
+    assert claims.headings[2] == "published numbers"
+    assert {row[2].split(" (")[0] for row in claims.rows} <= {"holds", "does not hold", "-"}
 
 
 def test_studies_that_cannot_be_compared_are_shown_apart(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpcore.runtime.signals import StopSignal
+from ddpcore.runtime.launch import StopSignal
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 

@@ -14,7 +14,7 @@ import ddpcore
 from ddpcore import LocalSGD
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.strategies.compression import BFloat16, Codec, Int4, Int8, SparseTopK
-from ddpcore.strategies.fragments import parts_of
+from ddpcore.strategies.outer import parts_of
 from helpers import training
 
 

@@ -97,7 +97,7 @@ def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> N
     inputs, targets = problem()
     handle.model.train(mode)
     handle.model(inputs)
-    noisy = rows_of(handle, "weight")
+    noisy = torch.stack([model.weight.detach().clone() for model in handle.models])
     assert not torch.equal(noisy, seen[-1]), "in both modes a forward pass that records gradients adds noise"
     assert handle.consensus_distance() < 1e-6
     assert torch.equal(rows_of(handle, "weight"), seen[-1])
@@ -111,10 +111,28 @@ def test_a_forward_pass_without_a_backward_pass_leaves_no_noise(mode: bool) -> N
     for weights in state["learners"]:
         weights["weight"].copy_(sevens)
     handle.model(inputs)
-    handle.learner.model.load_state_dict({"weight": sevens})
+    handle.models[0].load_state_dict({"weight": sevens})
     handle.load_state_dict(state)
     (0.5 * (handle.model(inputs) - targets).square()).sum().backward()
     assert (rows_of(handle, "weight") == 7.0).all()
+
+
+def test_a_change_of_weights_that_hold_noise_is_not_undone_in_silence() -> None:
+    """A state that is loaded after a forward pass stays, and any other change is an error."""
+    handle, _ = trained(NoisySSGD(0.1, where="per_learner"), num_steps=2)
+    inputs, _ = problem()
+    handle.model(inputs)
+    sevens = {"weight": torch.full((8, 4), 7.0)}
+    for model in handle.models:
+        model.load_state_dict(sevens)
+    handle.model(inputs).sum().backward()
+    assert (rows_of(handle, "weight") == 7.0).all()
+    handle.model(inputs)
+    with torch.no_grad():
+        for model in handle.models:
+            model.weight.clamp_(-1.0, 1.0)
+    with pytest.raises(RuntimeError, match="weights were changed after a forward pass and before its backward pass"):
+        handle.model(inputs).sum().backward()
 
 
 def test_nothing_is_sent_for_the_noise() -> None:

@@ -12,8 +12,7 @@ import torch
 
 from ddpcore.data import ShardedBatches, load_dataset
 from ddpcore.training import train
-from ddpcore.training.balance import dealt
-from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.build import LearnerPlacement, build_trainer, dealt
 from helpers import images, ranks
 from helpers.balanced_ranks import COMMON, LEARNERS
 from helpers.each import each

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpcore.training import RunRecord, TrainConfig, train
-from ddpcore.training.run_writer import RunWriter
+from ddpcore.training.loop import RunWriter
 
 HEADER = {"kind": "run", "config": {}, "total_steps": 9}
 

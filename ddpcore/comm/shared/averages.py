@@ -37,8 +37,7 @@ class Averages:
     def __init__(
         self, coordinator: Coordinator, memory: Memory, ranks: Sequence[int], *, in_thread: bool = False
     ) -> None:
-        self.coordinator, self.ranks = coordinator, ranks
-        self._memory = memory
+        self.coordinator, self._memory, self.ranks = coordinator, memory, ranks
         self._pending: deque[_Begun] = deque()
         self._lock = threading.Lock()  # who holds it computes
         self._begun = threading.Semaphore(0)

@@ -64,9 +64,8 @@ class Coordinator:
         ids: the number of each rank here; None: as in the group.
         among: the numbers of those ranks of the group that this rank coordinates with; None: all.
 
-    Raises:
-        Unreachable: on every rank: they are not on one host, or cannot reach each other's memory.
-        OSError: without a group: there is no memory.
+    Unreachable, on every rank: they are not on one host, or cannot reach each other's memory. OSError, without a group:
+    there is no memory.
     """
 
     def __init__(
@@ -111,10 +110,9 @@ class Coordinator:
         except (OSError, ImportError) as error:  # ImportError: no compiled library
             why = f"rank {self.rank} cannot open the memory of another ({error})"
         answers = gather_objects(group, why, "the set-up of shared memory", self.timeout)
-        reasons = [reason for reason in answers if reason]
-        if reasons:
+        if reason := next(filter(None, answers), ""):
             self.close()
-            raise Unreachable(f"shared memory does not connect these ranks: {reasons[0]}: use --transport pg")
+            raise Unreachable(f"shared memory does not connect these ranks: {reason}: use --transport pg")
 
     def join(self, rank: int, addresses: Mapping[int, ControlAddress], num_operations: int) -> None:
         """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""
@@ -187,11 +185,8 @@ class Coordinator:
     def await_arrived(self, ranks: Iterable[int], number: int, *, may_die: bool = False) -> list[int]:
         """Wait until these ranks have begun this operation, or with ``may_die`` are dead; check that it is the same.
 
-        Returns:
-            The ranks that have begun it: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`.
-
-        Raises:
-            RuntimeError: a rank is gone, does not arrive in time, or calls another operation. It names both.
+        Returns those that have: the same on every rank that lives, see :mod:`ddpcore.comm.fabric`. RuntimeError: a rank
+        is gone, does not arrive in time, or calls another operation. It names both.
         """
         come = self._wait(ranks, ARRIVED, number, may_die=may_die)
         self.check_same(come, number)
@@ -203,8 +198,7 @@ class Coordinator:
             return  # an old exchange, whose texts may be overwritten; the texts of later operations were compared
         mine = self._text(self.rank, number)
         for rank in ranks:
-            theirs = self._text(rank, number)
-            if theirs != mine:
+            if (theirs := self._text(rank, number)) != mine:
                 self.fail(
                     f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
                     "must call the same: run a pass of one rank alone under torch.no_grad(), step() and "
@@ -226,10 +220,9 @@ class Coordinator:
     def allocate(
         self, shared: memory.Memory, num_bytes: int, ranks: Sequence[int], *, may_die: bool = False
     ) -> dict[int, Tensor]:
-        """Allocate zeros, ``num_bytes`` above 0, uint8, on each of these ranks, in ascending order. Collective.
+        """Allocate ``num_bytes`` zeros, uint8, more than 0, on each of these ranks, and return them by rank, ascending.
 
-        Returns:
-            The zeros by rank; with ``may_die`` without those of dead ranks.
+        With ``may_die`` those of dead ranks are left out. Collective.
         """
         own, handle = shared.allocate(num_bytes)
         number = self.arrive(f"the allocation of {num_bytes} bytes", handle)

@@ -46,14 +46,9 @@ class CudaMemory(Memory):
 
 
 class CudaIpcCommunicator(SegmentCommunicator):
-    """Learner j is rank j of the group. Every rank has a GPU of the same host, and the GPUs reach each other.
+    """Learner j is rank j of the group. Every rank has a GPU, ``device``, of one host, and the GPUs reach each other.
 
-    Args:
-        group, timeout: see :class:`~ddpcore.comm.shared.segments.SegmentCommunicator`.
-        device: the GPU of this rank.
-
-    Raises:
-        ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
+    ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
     transport = "ipc"

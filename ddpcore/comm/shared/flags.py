@@ -14,14 +14,8 @@ class Flags:
     """One flag in each 64 bytes of a buffer. The functions are in ``csrc/bindings/flags.cpp``.
 
     A flag is a 32-bit counter that grows and may wrap around. It has reached a target that is less than 2^31 below. The
-    next 32 bits of its line count the processes that sleep until it grows.
-
-    Args:
-        buffer: writable bytes that start on a cache line.
-
-    Raises:
-        ImportError: there is no compiled library.
-        TypeError: the buffer is read-only, or no buffer.
+    next 32 bits of its line count the processes that sleep until it grows. The buffer starts on a cache line.
+    ImportError: there is no compiled library. TypeError: the buffer is read-only, or no buffer.
     """
 
     def __init__(self, buffer: Any) -> None:

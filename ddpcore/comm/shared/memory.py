@@ -167,15 +167,12 @@ class Slots:
         self._handed_out: list[Slot] = []
 
     def take(
-        self, kind: Hashable, now: int, make: Callable[[int], list[Slot]], await_readers: Callable[[Slot, int], None]
+        self, kind: Hashable, now: int, make: Callable[[int], list[Slot]], await_passed: Callable[..., None]
     ) -> Slot:
-        """Return a slot that no rank reads, and mark it as in progress. Without one, all ranks make new ones.
+        """Return a slot of a kind that no rank reads, and mark it as in progress. ``now`` is the next operation.
 
-        Args:
-            kind: of the slot.
-            now: the number of the next operation.
-            make: makes so many slots. Collective.
-            await_readers: waits until the readers of a slot have begun an operation of that number.
+        Without a free slot all ranks ``make`` so many new ones. ``await_passed`` waits until readers have begun an
+        operation of that number.
         """
         known = self.known.setdefault(kind, [])
         # A slot whose readers end in this very operation is not free: they and this rank would wait for each other.
@@ -185,7 +182,7 @@ class Slots:
             known += free
         slot = min(free, key=lambda one: one.used or 0)
         if slot.used is not None and slot.used >= 0:
-            await_readers(slot, slot.used)
+            await_passed(slot.readers, slot.used)
         slot.used = None
         return slot
 

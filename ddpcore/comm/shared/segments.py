@@ -5,7 +5,6 @@ Shapes: n learners, P elements of a learner's row. Every rank holds one learner 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -20,7 +19,6 @@ from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.live import SharedLiveWeights
 from ddpcore.comm.shared.memory import Buffers, HostMemory, Memory, Slot, Slots
-from ddpcore.ops import Mixture, WeightAverage
 from ddpcore.runtime import launch
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -48,7 +46,6 @@ class SegmentCommunicator(Communicator):
 
     Args:
         group: a process group, used only for setting up; None is the default group.
-        memory: the shared memory.
         timeout: seconds that a living rank may let the others wait. A rank that died is noticed within a second.
         transport: the first words of ``description``.
         among: the ranks of the group that this rank reaches, ascending, which reach each other; None: all. Broadcasts,
@@ -77,7 +74,7 @@ class SegmentCommunicator(Communicator):
         self.description = f"{transport}, {len(self.ranks)} ranks" + ", averages in a thread of each" * in_thread
         self._shared = Buffers(self.rank)
         self._in_thread = in_thread
-        self._averages = self._averages_of(self._coordinator, self.ranks)
+        self._averages = Averages(self._coordinator, memory, self.ranks, in_thread=in_thread)
         self._groups: dict[int, Averages] = {}  # in the group of this rank, by its size
         self._staging = self._allocate(STAGING_BYTES)
         self._snapshots = Slots()
@@ -110,10 +107,8 @@ class SegmentCommunicator(Communicator):
     def form_groups(self, size: int) -> None:
         first = self.rank // size * size
         ranks = range(first, first + size)
-        self._groups[size] = self._averages_of(Coordinator(self._group, self._timeout, among=ranks), ranks)
-
-    def _averages_of(self, coordinator: Coordinator, ranks: Sequence[int]) -> Averages:
-        return Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
+        coordinator = Coordinator(self._group, self._timeout, among=ranks)
+        self._groups[size] = Averages(coordinator, self._memory, ranks, in_thread=self._in_thread)
 
     @override
     def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
@@ -123,8 +118,7 @@ class SegmentCommunicator(Communicator):
         if len(averages.ranks) == 1:
             return Work()
         self.bytes_sent += all_reduce_bytes(rows.nbytes, len(averages.ranks))
-        found = self._shared.find(rows)
-        if found is None:
+        if (found := self._shared.find(rows)) is None:
             for _, staged in self._staged(f"average{at(step)}", rows, averages, comes_back=True):
                 averages.share_([staged[rank].view(rows.dtype) for rank in averages.ranks])
             return Work()
@@ -198,16 +192,11 @@ class SegmentCommunicator(Communicator):
         """A snapshot that no rank reads. It has its own storage, because saving a parameter saves its whole storage."""
         num_bytes, dtype = kind[0] * kind[1].itemsize, kind[1]
 
-        def make() -> Slot:
-            buffers = self._allocate(num_bytes)
-            return Slot({rank: one[:num_bytes].view(dtype) for rank, one in buffers.items()})
+        def make(num: int) -> list[Slot]:
+            made = [self._allocate(num_bytes) for _ in range(num)]
+            return [Slot({rank: one[:num_bytes].view(dtype) for rank, one in views.items()}) for views in made]
 
-        return self._snapshots.take(
-            kind,
-            self._coordinator.num_operations,
-            lambda num: [make() for _ in range(num)],
-            lambda slot, number: self._coordinator.await_passed(slot.readers, number),
-        )
+        return self._snapshots.take(kind, self._coordinator.num_operations, make, self._coordinator.await_passed)
 
     def _staged(
         self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
@@ -250,13 +239,11 @@ class _SnapshotExchange(Exchange):
         return {source: self._snapshot.views[source] for source in self._round.sources}
 
     @override
-    def mixture(self) -> WeightAverage:
-        mixture = super().mixture()
+    def new_row(self) -> Tensor | None:
         if self._kind is None:
-            return mixture
-        assert isinstance(mixture, Mixture)
+            return None
         snapshot = self._comm._next[self._kind] = self._comm._free_snapshot(self._kind)
-        return replace(mixture, out=snapshot.views[self._comm.rank])
+        return snapshot.views[self._comm.rank]
 
     @override
     def abandon(self) -> None:
@@ -280,8 +267,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
         in_thread: whether a thread of each rank computes averages that have begun, while the rank does other work;
             None: if there are at least two cores for each rank. With fewer cores it hides nothing.
 
-    Raises:
-        ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
+    ValueError: there is no process group; or, on every rank, the ranks cannot reach each other's memory.
     """
 
     transport = "shm"

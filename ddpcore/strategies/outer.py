@@ -1,0 +1,159 @@
+"""The parts of outer steps: fragments of the weights, the anchor at which a round began, and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddpcore.options.typed import check_range
+from ddpcore.parameters.flat import FlatParameters
+
+MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+Fragments = int | Sequence[Sequence[str]]
+"""A number of fragments, or for each fragment the names of its modules and parameters."""
+
+
+def outer_of(name: str, wanted: MakeOptimizer | Mapping[str, Any] | None) -> MakeOptimizer | None:
+    """The outer optimizer of the strategy ``name``; a mapping has the settings of ``torch.optim.SGD``.
+
+    ValueError: the optimizer refuses a setting.
+    """
+    if wanted is None or callable(wanted):
+        return wanted
+    if not isinstance(wanted, Mapping):
+        raise ValueError(f"{name}: outer is {wanted!r}: it must be a mapping, settings of an SGD")
+    make: MakeOptimizer = partial(torch.optim.SGD, **wanted)
+    try:
+        make([torch.zeros(1, dtype=torch.float32, device="cpu")])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: outer: {error}") from error
+    return make
+
+
+class Anchor:
+    """The outer optimizer, and the weights that it steps: those of A learners.
+
+    Where all learners average with all, they share one anchor (A = 1), which is equal on every rank. Where they average
+    with neighbours, each learner has its own (A = L). ``make`` gets the parts of all learners, of one dimension.
+    """
+
+    def __init__(self, weights_AP: Tensor, parts: Sequence[Part], make: MakeOptimizer) -> None:
+        rows_AP = weights_AP.detach()
+        self._parts = [[row[begin:end].clone().requires_grad_() for row in rows_AP] for _, begin, end in parts]
+        self._all = [part for rows in self._parts for part in rows]
+        self._optimizer = make(self._all)
+
+    def rows(self, index: int) -> Tensor:
+        """Part ``index``, ``[A, X]``."""
+        rows = [row.detach() for row in self._parts[index]]
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    @torch.no_grad()
+    def set_(self, rows_AX: Tensor, index: int) -> None:
+        """Overwrite part ``index``."""
+        for part, row in zip(self._parts[index], rows_AX, strict=True):
+            part.copy_(row)
+
+    def restart(self) -> None:
+        """Forget the state of the optimizer, such as its momentum."""
+        self._optimizer.state.clear()
+
+    @torch.no_grad()
+    def step(self, gradients_AX: Tensor, index: int) -> Tensor:
+        """Step part ``index``, and return it."""
+        for part, gradient in zip(self._parts[index], gradients_AX, strict=True):
+            part.grad = gradient
+        self._optimizer.step()
+        for part in self._parts[index]:
+            part.grad = None
+        return self.rows(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"parts": [part.detach() for part in self._all], "optimizer": self._optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`."""
+        for part, saved in zip(self._all, state["parts"], strict=True):
+            part.copy_(saved)
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+class Part(NamedTuple):
+    """Columns ``begin`` to ``end`` of the flat buffer, which belong to a fragment."""
+
+    fragment: int
+    begin: int
+    end: int
+
+
+def check_fragments(fragments: Fragments, period: int) -> int:
+    """The number of fragments. ValueError: there is none, there are more than steps, or one has no names."""
+    for names in fragments if isinstance(fragments, Sequence) and not isinstance(fragments, str) else ():
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(
+                f"local_sgd: fragments has {names!r}: each fragment is a list of names of modules, such as "
+                "['layer1', 'layer2']"
+            )
+    number = len(fragments) if isinstance(fragments, Sequence) else fragments
+    check_range("local_sgd: fragments", number, least=1, most=period)
+    return number
+
+
+def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
+    """The parts of all fragments, in the order of the buffer. No part cuts a parameter.
+
+    A number of fragments divides the parameters, in the order of the buffer, into fragments of about the same size.
+
+    ValueError: a parameter belongs to no fragment or to two, or a fragment has no parameter.
+    """
+    segments = flat.segments
+    if isinstance(fragments, int):
+        if fragments > len(segments):
+            raise ValueError(
+                f"local_sgd: fragments is {fragments}, and the model has {len(segments)} parameters: take fewer"
+            )
+        owners = _by_size([whole.numel() for whole in flat.parameters[: len(segments)]], fragments)  # also of DTensors
+    else:
+        owners = [_by_name(segment.name, fragments) for segment in segments]
+        for fragment, names in enumerate(fragments):
+            if fragment not in owners:
+                raise ValueError(f"local_sgd: fragments: no parameter is in {list(names)}: check the names")
+    ends = [*(segment.offset for segment in segments[1:]), flat.numel]
+    parts: list[Part] = []
+    for owner, segment, end in zip(owners, segments, ends, strict=True):
+        if parts and parts[-1].fragment == owner:
+            parts[-1] = parts[-1]._replace(end=end)
+        else:
+            parts.append(Part(owner, segment.offset, end))
+    return parts
+
+
+def _by_name(name: str, fragments: Sequence[Sequence[str]]) -> int:
+    """The fragment of a parameter."""
+    found = [
+        number
+        for number, prefixes in enumerate(fragments)
+        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+    ]
+    if len(found) != 1:
+        where = f"fragments {' and '.join(map(str, found))}" if found else "no fragment"
+        raise ValueError(f"local_sgd: fragments: parameter {name} is in {where}: name it, or its module, once")
+    return found[0]
+
+
+def _by_size(sizes: Sequence[int], number: int) -> list[int]:
+    """The fragment of each parameter: where its middle lies, but so that no fragment is empty."""
+    total, before, owners = sum(sizes), 0, [-1]
+    for place, size in enumerate(sizes):
+        wanted = int(number * (before + size / 2) / total)
+        least = max(owners[-1], number - (len(sizes) - place))  # the parameters that are left must fill the rest
+        owners.append(min(max(wanted, least), owners[-1] + 1))
+        before += size
+    return owners[1:]
