@@ -6,23 +6,27 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import numpy as np
 import pytest
 
-# Before torch is loaded: threads that wait for each other sleep. Else, where tests share cores, one spins for the time
-# in which the other cannot run: 35 times the CPU time of small training steps on two busy cores.
+# Before torch and numpy are loaded: threads that wait for each other sleep, and those of numpy and scipy, which cannot,
+# are not made. Else, where tests share cores, one spins for the time in which the other cannot run: 35 times the CPU
+# time of small training steps on two busy cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import ddpcore.ops  # noqa: F401  registers the operators
-from helpers import heavy
+from ddpcore.runtime import launch
+from helpers import forked, heavy
 
 Randn = Callable[..., Tensor]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -91,6 +95,13 @@ def no_launcher() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture
+def forked_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that ``launch`` starts from this process are forked, without the seconds of an import each."""
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setattr(launch, "multiprocessing", forked.Ranks(tmp_path / "ranks"))
 
 
 @pytest.fixture(params=DEVICES)

@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from ddpcore.runtime.version import VERSION
+from helpers import forked
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +23,13 @@ FILES = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "SECURITY.md"),
 )
 MADE = ("*.so", "__pycache__", ".*_cache", ".hypothesis", "_build")
+
+
+def setup(tree: Path, *words: str, **variables: str) -> None:
+    """``python setup.py``, without the seconds in which it imports torch."""
+    environment = os.environ | {"DDPCORE_CUDA": "0"} | variables
+    done = forked.run([str(tree / "setup.py"), "-q", *words], cwd=tree, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict[str, 
     for left in ("ddpcore/_ops.abi3.so", "csrc/__pycache__/left.pyc", "tests/ops/__pycache__/left.pyc"):
         (tree / left).parent.mkdir(exist_ok=True)
         (tree / left).touch()
-    words = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "made"]
-    environment = os.environ | {"DDPCORE_CUDA": "0"}
-    done = subprocess.run(words, cwd=tree, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    setup(tree, "sdist", "--dist-dir", "made")
     (tarball,) = (tree / "made").iterdir()
     assert tarball.name == f"ddpcore-{VERSION}.tar.gz"
     held = {}
@@ -88,23 +92,22 @@ def test_a_wheel_for_cuda_says_so_in_its_version(made: tuple[set[str], dict[str,
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "ddpcore/runtime/version.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(made[1][name])
-    words = [sys.executable, "setup.py", "-q", "egg_info"]
-    environment = os.environ | {"DDPCORE_CUDA": "0", "DDPCORE_LOCAL_VERSION": "cu"}
-    subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=900)
+    setup(tmp_path, "egg_info", DDPCORE_LOCAL_VERSION="cu")
     (metadata,) = tmp_path.rglob("PKG-INFO")
     assert f"\nVersion: {VERSION}+cu\n" in metadata.read_text()
 
 
 def prepared(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """What setup.py decides beside a torch that says that it is built for CUDA; it compiles nothing."""
-    code = (
+    script = folder / "prepared.py"
+    script.write_text(
         "import os, runpy, sys, torch; torch.version.cuda = '13.0'; sys.argv = ['setup.py', '--name']\n"
         "runpy.run_path('setup.py', run_name='__main__'); print(os.environ['CUDA_HOME'])"
     )
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
     environment |= {"DDPCORE_CUDA": "1", "PATH": path} | variables
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return forked.run([str(script)], cwd=ROOT, env=environment, timeout=900)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,8 +20,7 @@ GOES_ON = [trial for trial in elastic_ranks.TRIALS if trial.world_size - len(tri
 def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What each rank of each trial ends with."""
     path = tmp_path_factory.mktemp("elastic") / "trials.pt"
-    words = [sys.executable, "-c", "from helpers.elastic_ranks import main; main()", str(path)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=600)
+    ranks.succeeds("-m", "helpers.elastic_ranks", "main", path)
     return torch.load(path, weights_only=False)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +13,13 @@ from helpers import ranks
 
 pytestmark = pytest.mark.slow
 
-HELPERS = Path(__file__).parent.parent / "helpers"
-sys.path.insert(0, str(HELPERS))
-sys.path.remove(str(HELPERS))
-
 Outcome = list[tuple[int, str]]  # of each rank: exit status, output
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     path = tmp_path_factory.mktemp("faults") / "outcomes.pt"
-    subprocess.run([sys.executable, HELPERS / "fault_ranks.py", path], env=ranks.environment(), check=True)
+    ranks.succeeds("-m", "helpers.fault_ranks", path)
     return torch.load(path)
 
 

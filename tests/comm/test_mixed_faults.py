@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,6 @@ from helpers import ranks
 
 pytestmark = pytest.mark.slow
 
-HELPERS = Path(__file__).parent.parent / "helpers"
-
 Outcome = list[tuple[int, str]]  # of each rank: exit status, output
 
 
@@ -24,7 +19,7 @@ Outcome = list[tuple[int, str]]  # of each rank: exit status, output
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     before = ranks.names_in_shared_memory()
     path = tmp_path_factory.mktemp("mixed") / "outcomes.pt"
-    subprocess.run([sys.executable, HELPERS / "mixed_fault_ranks.py", path], env=ranks.environment(), check=True)
+    ranks.succeeds("-m", "helpers.mixed_fault_ranks", path)
     assert ranks.names_in_shared_memory() <= before
     return torch.load(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ranks
+from helpers import forked, ranks
 
 TRAINING = ranks.ROOT / "docs" / "training.md"
 PAGES = "".join((ranks.ROOT / "docs" / name).read_text() for name in ("integrations.md", "trainers.md"))
@@ -29,13 +30,28 @@ PRINTED = {
 ON_RANKS = ("fabric_gossip.py", "transformers_gossip.py", "accelerate_gossip.py")
 
 
-def run(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    """The script, in a process of its own."""
-    (folder / script).write_text(SCRIPTS[script])
-    words = [sys.executable, *launcher, script]
-    return subprocess.run(
-        words, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
-    )
+# What each script would import again, with the parts that transformers imports when they are first used.
+IMPORTS = "\n".join(
+    [
+        *(
+            ast.unparse(line)
+            for text in SCRIPTS.values()
+            for line in ast.parse(text).body
+            if isinstance(line, ast.Import | ast.ImportFrom)
+        ),
+        "from transformers import BertForSequenceClassification, Trainer",
+    ]
+)
+
+
+def run(script: str, text: str, folder: Path) -> tuple[int | None, str, str]:
+    """The exit code of a script, as a process of its own, and what it prints and says."""
+    (folder / script).write_text(text)
+    started = forked.imported(IMPORTS, ranks.environment()).start([script], folder, ranks.environment(), folder)
+    started.join(ranks.LIMIT)
+    code = started.exitcode
+    started.kill()
+    return code, *forked.output(folder)
 
 
 def test_every_script_of_the_page_is_known() -> None:
@@ -45,33 +61,48 @@ def test_every_script_of_the_page_is_known() -> None:
         compile(text, name, "exec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", PRINTED)
 def test_a_script_runs(script: str, tmp_path: Path) -> None:
-    done = run(script, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert PRINTED[script] in done.stdout, done.stdout
+    code, printed, said = run(script, SCRIPTS[script], tmp_path)
+    assert code == 0, printed + said
+    assert PRINTED[script] in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ON_RANKS)
-def test_a_script_runs_under_torchrun(script: str, tmp_path: Path) -> None:
-    done = run(script, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def test_a_script_runs_on_ranks(script: str, tmp_path: Path) -> None:
+    """With the variables of torchrun."""
+    (tmp_path / script).write_text(SCRIPTS[script])
+    start = forked.imported(IMPORTS, ranks.environment()).start
+    first, second = ranks.printed(ranks.as_torchrun([script], tmp_path, start=start))
+    assert PRINTED[script] in first and PRINTED[script] not in second
+
+
+@pytest.mark.slow
+def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """The start itself, with one of them."""
+    script = ON_RANKS[-1]
+    (tmp_path / script).write_text(SCRIPTS[script])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert PRINTED[script] in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_lightning_refuses_to_clip_beside_mixed_precision(tmp_path: Path) -> None:
     """As the page says: if this passes one day, the page must change."""
     text = SCRIPTS["lightning_lamb.py"].replace("logger=False", "logger=False, gradient_clip_val=1.0")
     assert text != SCRIPTS["lightning_lamb.py"]
-    SCRIPTS["clipped.py"] = text
-    try:
-        done = run("clipped.py", tmp_path)
-    finally:
-        del SCRIPTS["clipped.py"]
-    assert done.returncode != 0
-    assert "The current optimizer, FusedLAMB, does not allow for gradient clipping" in done.stderr
+    code, _, said = run("clipped.py", text, tmp_path)
+    assert code == 1
+    assert "The current optimizer, FusedLAMB, does not allow for gradient clipping" in said
 
 
+@pytest.mark.slow
 def test_wandb_takes_the_rows_of_a_record(tmp_path: Path) -> None:
     """The block of ``docs/training.md``, after a shorter config than that of the page. It writes offline."""
     if importlib.util.find_spec("wandb") is None:

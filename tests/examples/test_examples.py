@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from helpers import forked, ranks
+from helpers import ranks
 
 EXAMPLES = ranks.ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -41,25 +39,7 @@ def torchrun(folder: Path, script: str, *words: object) -> str:
 
 def two_ranks(folder: Path, script: str, *words: object, num: int = 2) -> list[str]:
     """What each rank prints, started with torchrun's variables and without the seconds that torchrun takes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num)}
-    shared |= {"LOCAL_WORLD_SIZE": str(num)}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test"}
-    logs, started = [ranks.log_folder(folder, rank) for rank in range(num)], []
-    for rank in range(num):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [str(EXAMPLES / script), *map(str, words)]
-        started.append(forked.start(command, logs[rank], ranks.environment() | shared | own, folder))
-    for process in started:
-        process.join(ranks.LIMIT)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    printed = [forked.output(log) for log in logs]
-    for log in logs:
-        shutil.rmtree(log)
-    assert codes == [0] * num, printed
-    return [out for out, _ in printed]
+    return ranks.printed(ranks.as_torchrun([EXAMPLES / script, *words], folder, num))
 
 
 def numbers(pattern: str, text: str) -> list[float]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,13 +20,9 @@ from ddpcore.experiments.run import _run_share, run
 from ddpcore.records.study import Folder, read_manifest
 from ddpcore.runtime.launch import World
 from ddpcore.training import RunRecord, train
-from helpers import ranks
+from helpers import forked, ranks
 
 Main = Callable[..., tuple[int, str, str]]
-
-
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "ddpcore.experiments", *map(str, words)]
 
 
 def process(*words: object) -> subprocess.CompletedProcess[str]:
@@ -109,18 +102,16 @@ def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_pa
     words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main("run", tiny, "--out", whole, *words)[0] == 0
-    started = subprocess.Popen(
-        command("run", tiny, "--out", out, *words), env=ranks.environment(), stdout=-3, stderr=-3
-    )
+    command = ["-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), *words]
+    started = forked.start(command, ranks.log_folder(tmp_path, 0), ranks.environment(), ranks.ROOT)
     try:
         deadline = time.monotonic() + 120
         while not list((out / "runs" / "b").glob("seed-0/checkpoints/step-*")):
-            assert started.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
+            assert started.is_alive() and time.monotonic() < deadline, "it ended before it could be killed"
             time.sleep(0.005)
-        os.kill(started.pid, signal.SIGKILL)
     finally:
         started.kill()
-        started.wait()
+        started.join()
     assert set(Folder(out).results()) == {("a", 0)}, "row a was over, b was not"
     before = files(out / "runs" / "a")
     assert main("run", tiny, "--out", out, *words, "--resume")[0] == 0
@@ -247,16 +238,14 @@ def test_torchrun_runs_a_study(tiny: Path, tmp_path: Path) -> None:
     """Two ranks of torchrun give what the study's own two ranks give; a second start says what is there."""
     words = ("run", tiny, "--rows", "ssgd", "--seeds", 1, "--set", "strategy.learners=4", "--set", "data.batch_size=16")
     assert process(*words, "--out", tmp_path / "own", "--world-size", 2).returncode == 0
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ddpcore.experiments"]
-    command = [*start, *map(str, words), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "ddpcore.experiments", *words, "--out", tmp_path / "out"]
+    ranks.printed(ranks.as_torchrun(command, ranks.ROOT))
     own, joined = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("own", "out"))
     assert own["place"] == joined["place"] == "2 processes of 2 virtual learners"
     assert own["metrics"]["train_loss"] == joined["metrics"]["train_loss"]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert again.returncode != 0
-    assert "contains this study already" in again.stderr
+    for again in ranks.as_torchrun(command, ranks.ROOT):
+        assert again.returncode != 0
+        assert "contains this study already" in again.stderr
 
 
 def test_a_finished_run_keeps_its_model_only(main: Main, tiny: Path, tmp_path: Path) -> None:

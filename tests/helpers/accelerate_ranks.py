@@ -124,7 +124,25 @@ def check(folder: Path) -> dict[str, Any]:
     return found
 
 
+def check_alone(folder: Path) -> dict[str, Any]:
+    """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
+    _, begun, _ = train(range(0), ddpcore.DPSGD(), resume=folder / "no")
+    handle, _, losses = train(range(2, 4), ddpcore.DPSGD(), resume=folder / "no")
+    _, whole, _ = train(range(3), ddpcore.DPSGD())
+    train(range(2), ddpcore.DPSGD(), save=folder / "alone")
+    _, later, _ = train(range(2, 3), ddpcore.DPSGD(), resume=folder / "alone")
+    return {
+        "begun": flat(begun),
+        "losses": losses,
+        "step": handle.learner.step,
+        "resumed": (flat(whole), flat(later)),
+    }
+
+
 def main() -> None:
+    if sys.argv[5:] == ["alone"]:
+        torch.save(check_alone(Path(sys.argv[4])), Path(sys.argv[1]) / "0.pt")
+        return
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}

@@ -1,4 +1,4 @@
-"""Ranks that die in a run that goes on, and the same run by virtual learners.
+"""Ranks that die in a run that goes on, and the same run by virtual learners: ``elastic_ranks MAIN FILE ...``.
 
 :func:`main` forks the ranks of one trial after another, so that torch is imported once, and
 saves what the ranks that were left end with.
@@ -416,3 +416,9 @@ def main_whole() -> None:
         cut_back(out, copy, int(sys.argv[2]))
         found.append(run_whole(copy, num_ranks, resume=True))
     torch.save(found, out.with_suffix(".pt"))
+
+
+if __name__ == "__main__":
+    from helpers import elastic_ranks  # what it saves can be loaded by this name
+
+    getattr(elastic_ranks, sys.argv.pop(1))()

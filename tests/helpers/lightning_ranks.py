@@ -166,7 +166,31 @@ def list_of_two(parameters: Any) -> list[torch.optim.Optimizer]:
     return [FusedSGD([first], lr=0.1), FusedSGD(others, lr=0.1)]
 
 
+def check_alone(folder: Path) -> dict[str, Any]:
+    """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
+    saved, own = str(folder / "ddpcore-dpsgd.ckpt"), folder / "alone.ckpt"
+    _, begun = fit(folder, "ddpcore-dpsgd", 2, resume=saved)
+    later_trainer, later = fit(folder, "ddpcore-dpsgd", 3, resume=saved)
+    trainer, module = fit(folder, "ddpcore-dpsgd", 2)
+    trainer.save_checkpoint(own)
+    return {
+        "begun": flat(begun),
+        "begun_losses": begun.losses,
+        "losses": later.losses,
+        "step": later_trainer.strategy.handle.learner.step,
+        "num_losses": len(module.losses),
+        "validated": (module.seen[-1], flat(module)),
+        "resumed": (
+            flat(fit(folder, "ddpcore-dpsgd", 3)[1]),
+            flat(fit(folder, "ddpcore-dpsgd", 3, resume=str(own))[1]),
+        ),
+    }
+
+
 def main() -> None:
+    if sys.argv[5:] == ["alone"]:
+        torch.save(check_alone(Path(sys.argv[4])), Path(sys.argv[1]) / "0.pt")
+        return
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0"}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,48 @@ def python(*words: object, cwd: Path, timeout: float = LIMIT, **more: str) -> su
     return forked.run([*map(str, words)], cwd=cwd, env=environment() | more, timeout=timeout)
 
 
+def succeeds(*words: object) -> None:
+    """Run ``python WORDS`` as :func:`python` does, in this folder, and require that it succeeds."""
+    done = python(*words, cwd=Path.cwd())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Trials(dict[str, list[tuple[int, str]]]):
+    """The status and the output of each rank in a trial of a script, by the trial's name. A trial runs when asked for.
+
+    Args:
+        script: of this folder: ``SCRIPT FILE NAME`` runs one trial, as in ``shared_memory_ranks``.
+        folder: for files, which exists.
+        more: variables of the environment.
+    """
+
+    def __init__(self, script: str, folder: Path, **more: str) -> None:
+        super().__init__()
+        self._script, self._folder, self._env = script, folder, environment() | more
+
+    def __missing__(self, name: str) -> list[tuple[int, str]]:
+        parent = forked.imported(f"import helpers.{self._script}", environment())
+        logs, path = log_folder(self._folder, len(self)), self._folder / f"{len(self)}.pt"
+        process = parent.start(["-m", f"helpers.{self._script}", str(path), name], logs, self._env, self._folder)
+        process.join(LIMIT)
+        code = process.exitcode
+        process.kill()
+        assert code == 0, f"{name}: exit code {code}\n{''.join(forked.output(logs))}"
+        (self[name],) = torch.load(path).values()
+        return self[name]
+
+
 def run(script: str, world_size: int, timeout: float = LIMIT, more: Sequence[Sequence[object]] = ()) -> list[Any]:
     """What ``script`` saves on each rank. A rank that fails, or a run that lasts too long, is a RuntimeError.
 
-    ``more`` are further words for each rank.
+    ``more`` are further words for each rank. What the script imports is imported once, before the ranks are forked.
     """
+    parent = forked.imported(f"import helpers.{script}", environment())
     with tempfile.TemporaryDirectory() as name:
         folder, ranks = Path(name), []
         for rank in range(world_size):
             words = ["-m", f"helpers.{script}", name, str(world_size), str(rank), *map(str, more[rank] if more else ())]
-            ranks.append(forked.start(words, log_folder(folder, rank), environment(), Path.cwd()))
+            ranks.append(parent.start(words, log_folder(folder, rank), environment(), Path.cwd()))
         try:
             deadline = time.monotonic() + timeout
             while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
@@ -66,6 +98,51 @@ def run(script: str, world_size: int, timeout: float = LIMIT, more: Sequence[Seq
             output = "".join(f"--- rank {rank}: {code}\n{logs[rank]}" for rank, code in enumerate(codes))
             raise RuntimeError(f"{script}: exit codes {codes} (None: still running after {timeout} s)\n{output}")
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def as_torchrun(
+    words: Sequence[object], cwd: Path, num: int = 2, start: Callable[..., Any] = forked.start
+) -> list[subprocess.CompletedProcess[str]]:
+    """Each rank of ``python WORDS``, with torchrun's variables and without the seconds that torchrun takes.
+
+    ``start`` may be that of a process with imports.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num)}
+    shared |= {"LOCAL_WORLD_SIZE": str(num), "GROUP_RANK": "0"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test"}
+    command, started = [*map(str, words)], []
+    with tempfile.TemporaryDirectory() as name:
+        logs = [log_folder(Path(name), rank) for rank in range(num)]
+        for rank in range(num):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(start(command, logs[rank], environment() | shared | own, cwd))
+        deadline = time.monotonic() + LIMIT
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+            process.join()
+        if None in codes:
+            raise subprocess.TimeoutExpired(command, LIMIT, repr([forked.output(log) for log in logs]))
+        pairs = zip(codes, logs, strict=True)
+        return [subprocess.CompletedProcess(command, code, *forked.output(log)) for code, log in pairs]
+
+
+def printed(ranks: Sequence[subprocess.CompletedProcess[str]]) -> list[str]:
+    """What each of these printed, which must have succeeded."""
+    assert not any(rank.returncode for rank in ranks), [(rank.stdout, rank.stderr) for rank in ranks]
+    return [rank.stdout for rank in ranks]
+
+
+def has_slow_items(request: Any) -> bool:
+    """Whether tests of the file that are marked slow are selected, so that their ranks have more to do.
+
+    ``request`` is that of a fixture.
+    """
+    here = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("slow") for item in here)
 
 
 def log_folder(folder: Path, rank: int) -> Path:

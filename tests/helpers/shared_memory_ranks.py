@@ -368,8 +368,10 @@ def name_of(trial: tuple[Any, ...]) -> str:
 
 
 def main(trials: list[tuple[Any, ...]]) -> None:
+    """All of them, or those whose names are given."""
     torch.set_num_threads(1)
-    torch.save({name_of(trial): run_trial(trial) for trial in trials}, sys.argv[1])
+    chosen = [trial for trial in trials if name_of(trial) in sys.argv[2:] or not sys.argv[2:]]
+    torch.save({name_of(trial): run_trial(trial) for trial in chosen}, sys.argv[1])
 
 
 if __name__ == "__main__":

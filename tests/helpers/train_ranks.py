@@ -1,10 +1,14 @@
-"""One of several real ranks: trains through, and resumed from the middle of an epoch. Two do so with every strategy."""
+"""One of several real ranks: trains through, and resumed from the middle of an epoch.
+
+Two do so with every strategy, or with those of ``RUNS`` that the further words name.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +102,9 @@ def main() -> None:
     path, rank, world_size = join()
     world = World(rank, world_size, rank, world_size)
     seen: dict[str, Any] = {}
-    for name, fields in RUNS.items() if world_size == 2 else [("ddp", RUNS["ddp"])]:
+    names = sys.argv[4:] or [*RUNS]
+    for name in names if world_size == 2 else ["ddp"]:
+        fields = RUNS[name]
         out = path.parent / name
         config = images.config(merged({"strategy": {"learners": world_size}}, fields))
         through = train(config, out=out, world=world, dataset=images.images())

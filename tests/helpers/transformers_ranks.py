@@ -155,7 +155,24 @@ def check(folder: Path) -> dict[str, Any]:
     return found
 
 
+def check_alone(folder: Path) -> dict[str, Any]:
+    """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
+    saved, own = folder / "dpsgd" / "checkpoint-4", folder / "alone"
+    later, losses = train(folder / "later", "bert", ddpcore.DPSGD(), resume=str(saved))
+    whole, _ = train(own, "bert", ddpcore.DPSGD())
+    resumed, _ = train(own, "bert", ddpcore.DPSGD(), resume=str(own / "checkpoint-4"))
+    return {
+        "begun": (later.begin, flat(BertForSequenceClassification.from_pretrained(saved))),
+        "losses": losses,
+        "step": later.handle.learner.step,
+        "resumed": (flat(whole.model), flat(resumed.model)),
+    }
+
+
 def main() -> None:
+    if sys.argv[5:] == ["alone"]:
+        torch.save(check_alone(Path(sys.argv[4])), Path(sys.argv[1]) / "0.pt")
+        return
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 from torch import nn
 
 import ddpcore
-from ddpcore.integrations.accelerate import prepare
-from helpers import accelerate_ranks, ranks
+from helpers import ranks
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def both(folder: Path) -> list[dict[str, Any]]:
     return ranks.run("accelerate_ranks", 2, more=[[folder]] * 2)
+
+
+@pytest.fixture(scope="module")
+def alone(both: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What one process finds, which also goes on with what the ranks have saved."""
+    return ranks.run("accelerate_ranks", 1, more=[[folder, "alone"]])[0]
 
 
 def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
@@ -65,27 +71,22 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         assert words in message and "\n" not in message, (name, message)
 
 
-def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], folder: Path) -> None:
-    _, begun, _ = accelerate_ranks.train(range(0), ddpcore.DPSGD(), resume=folder / "no")
-    assert torch.allclose(accelerate_ranks.flat(begun), both[0]["no"]["file"][0], rtol=0, atol=1e-7)
-    handle, _, losses = accelerate_ranks.train(range(2, 4), ddpcore.DPSGD(), resume=folder / "no")
+def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    assert torch.allclose(alone["begun"], both[0]["no"]["file"][0], rtol=0, atol=1e-7)
+    losses = alone["losses"]
     assert len(losses) == 24 and max(losses) < both[0]["no"]["losses"][0][0]  # a new model has 1.1 and more
-    assert handle.learner.step == 6 + 12  # two epochs of two ranks with 6 batches each; then of one, with 12
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    assert alone["step"] == 6 + 12  # two epochs of two ranks with 6 batches each; then of one, with 12
 
 
-def test_one_process(tmp_path: Path) -> None:
-    _, whole, _ = accelerate_ranks.train(range(3), ddpcore.DPSGD())
-    accelerate_ranks.train(range(2), ddpcore.DPSGD(), save=tmp_path / "saved")
-    _, later, _ = accelerate_ranks.train(range(2, 3), ddpcore.DPSGD(), resume=tmp_path / "saved")
-    assert torch.equal(accelerate_ranks.flat(whole), accelerate_ranks.flat(later))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def test_one_process(alone: dict[str, Any]) -> None:
+    assert torch.equal(*alone["resumed"])
 
 
 def test_several_models_of_one_loop(tmp_path: Path) -> None:
     """Of equal shapes, as a model and its teacher: each is saved by itself, and loads its own state."""
+    import accelerate
+
+    from ddpcore.integrations.accelerate import prepare
 
     def begin(seed: int) -> tuple[Any, list[Any], list[Any]]:
         accelerate.Accelerator().free_memory()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import lightning_ranks, ranks
+from helpers import ranks
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def both(folder: Path) -> list[dict[str, Any]]:
     return ranks.run("lightning_ranks", 2, more=[[folder]] * 2)
+
+
+@pytest.fixture(scope="module")
+def alone(both: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """What one process finds, which also goes on with what the ranks have saved."""
+    return ranks.run("lightning_ranks", 1, more=[[folder, "alone"]])[0]
 
 
 def test_ssgd_is_their_ddp_with_accumulation_and_clipping(both: list[dict[str, Any]]) -> None:
@@ -87,27 +93,15 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         assert words in message and "\n" not in message, (name, message)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_process_goes_on_with_the_average_of_two_ranks(
-    both: list[dict[str, Any]], folder: Path, tmp_path: Path
-) -> None:
-    saved, run = str(folder / "ddpcore-dpsgd.ckpt"), both[0]["ddpcore-dpsgd"]
-    _, begun = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 2, resume=saved)
-    assert not begun.losses and torch.allclose(lightning_ranks.flat(begun), run["half_average"], rtol=0, atol=1e-7)
-    trainer, later = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3, resume=saved)
-    assert len(later.losses) == 12 and sum(later.losses) / 12 < run["losses"][0][0]
-    assert trainer.strategy.handle.learner.step == 12 + 12  # two epochs of two ranks, one of one rank
-    torch.distributed.destroy_process_group()
+def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    run = both[0]["ddpcore-dpsgd"]
+    assert not alone["begun_losses"] and torch.allclose(alone["begun"], run["half_average"], rtol=0, atol=1e-7)
+    assert len(alone["losses"]) == 12 and sum(alone["losses"]) / 12 < run["losses"][0][0]
+    assert alone["step"] == 12 + 12  # two epochs of two ranks, one of one rank
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(alone: dict[str, Any]) -> None:
     """One learner is plain training, and the checkpoint goes on."""
-    trainer, module = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 2)
-    assert len(module.losses) == 24
-    assert torch.equal(module.seen[-1], lightning_ranks.flat(module))
-    trainer.save_checkpoint(tmp_path / "saved.ckpt")
-    _, whole = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3)
-    _, later = lightning_ranks.fit(tmp_path, "ddpcore-dpsgd", 3, resume=str(tmp_path / "saved.ckpt"))
-    assert torch.equal(lightning_ranks.flat(whole), lightning_ranks.flat(later))
-    torch.distributed.destroy_process_group()
+    assert alone["num_losses"] == 24
+    assert torch.equal(*alone["validated"])
+    assert torch.equal(*alone["resumed"])

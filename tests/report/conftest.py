@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpcore.display.chart import Chart
 from ddpcore.training import TrainConfig
 
 Make = Callable[..., Path]
@@ -45,6 +49,29 @@ def lines_of(num_steps: int = 6, seed: int = 0, accuracy: float = 0.6, **header:
         "flatness": None,
     }
     return [*lines, end]
+
+
+@cache
+def drawing(name: str) -> Callable[[Chart], Any]:
+    """A function of the package that draws a chart, which draws equal charts once: it takes most of the time."""
+    from ddpcore.display import picture
+
+    draw, drawn = getattr(picture, name), {}
+
+    def once(chart: Chart) -> Any:
+        key = pickle.dumps(chart)
+        if key not in drawn:
+            drawn[key] = draw(chart)
+        return drawn[key]
+
+    return once
+
+
+@pytest.fixture(autouse=True)
+def equal_charts_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("matplotlib") is not None and find_spec("jinja2") is not None:
+        for place in ("page.svg_of", "figures.svg_of", "figures.pdf_of"):
+            monkeypatch.setattr(f"ddpcore.report.{place}", drawing(place.partition(".")[2]))
 
 
 @pytest.fixture

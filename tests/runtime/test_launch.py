@@ -1,10 +1,14 @@
-"""Starting ranks, joining torchrun's, and leaving nothing behind when one of them fails."""
+"""Starting ranks, joining torchrun's, and leaving nothing behind when one of them fails.
+
+What is tested of a start runs in new interpreters. What is tested of ranks that have started is forked.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +21,7 @@ import pytest
 
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World, torchrun_world
-from helpers import ranks
+from helpers import forked, ranks
 
 WORKER = Path(__file__).parents[1] / "helpers" / "launch_worker.py"
 MARK = "DDPCORE_TEST_MARK"
@@ -28,10 +32,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 class Launcher:
-    """Starts the worker script with a mark in its environment, by which it and all its children are found."""
+    """Starts the worker script, and finds it and all its children: by a mark in their environment, or by their log."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.logs = folder, folder / "logs"
         self.mark = f"{os.getpid()}-{folder.name}-{time.monotonic_ns()}"
 
     def start(self, trial: str, world_size: int, *launcher: str) -> subprocess.Popen[str]:
@@ -40,6 +44,15 @@ class Launcher:
         return subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
+
+    def forked(self, trial: str, world_size: int) -> tuple[int | None, str]:
+        """The exit code and standard error of a process that is forked, as are its ranks."""
+        shutil.rmtree(self.logs, ignore_errors=True)  # of a call before
+        self.logs.mkdir()
+        words = [str(WORKER), str(self.folder), trial, str(world_size)]
+        process = forked.start(words, self.logs, ranks.environment(), Path.cwd())
+        process.join(TIMEOUT)
+        return process.exitcode, forked.output(self.logs)[1]
 
     def run(self, trial: str, world_size: int, *launcher: str) -> tuple[int, str]:
         """The exit code and standard error."""
@@ -52,13 +65,14 @@ class Launcher:
         return process.returncode, errors
 
     def alive(self) -> list[str]:
-        """Command lines of living processes that carry the mark."""
-        found = []
+        """Command lines of living processes that carry the mark, or write to the log."""
+        found, writers = [], forked.writers(self.logs)
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
-                if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                if marked or int(entry.name) in writers:
                     state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                     if state != "Z":
                         found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().decode().replace(chr(0), ' ')}")
@@ -185,7 +199,7 @@ def test_ranks_listen_on_this_machine_alone_and_share_its_cores(launcher: Launch
 
 @pytest.mark.slow
 def test_processes_that_nothing_connects(launcher: Launcher) -> None:
-    code, errors = launcher.run("unconnected", 3)
+    code, errors = launcher.forked("unconnected", 3)
     assert code == 0, errors
     assert launcher.results(3) == [[rank, 3, launch.threads_per_rank(3), False] for rank in range(3)]
 
@@ -196,7 +210,7 @@ def test_processes_that_nothing_connects(launcher: Launcher) -> None:
 @needs_proc
 def test_a_rank_that_raises(launcher: Launcher) -> None:
     """Its own traceback comes first, and not that of a rank that lost its connection to it."""
-    code, errors = launcher.run("raises", 3)  # in time: rank 0 and 2 would never end by themselves
+    code, errors = launcher.forked("raises", 3)  # in time: rank 0 and 2 would never end by themselves
     assert code == 1
     lines = errors.strip().splitlines()
     assert lines[0] == "rank 1 failed:"
@@ -209,7 +223,7 @@ def test_a_rank_that_raises(launcher: Launcher) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
-    code, errors = launcher.run("exits", 3)
+    code, errors = launcher.forked("exits", 3)
     assert code == 1
     assert re.search(r"rank 1 ended with exit code 7", errors)
     assert not launcher.alive()
@@ -219,7 +233,7 @@ def test_a_rank_that_leaves_without_a_word(launcher: Launcher) -> None:
 @needs_proc
 def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
     """Although the ranks that lost their connection to it have tracebacks to show."""
-    code, errors = launcher.run("is_killed", 3)
+    code, errors = launcher.forked("is_killed", 3)
     assert code == 1
     assert errors.strip().splitlines()[0] == "rank 2 was ended by SIGKILL"
     assert not launcher.alive()
@@ -228,12 +242,12 @@ def test_a_rank_that_is_killed_is_named(launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
     """``on_failure="shrink"``: no failed rank ends the others; all ranks failing is an error."""
-    code, errors = launcher.run("goes_on", 3)
+    code, errors = launcher.forked("goes_on", 3)
     assert code == 0, errors
     assert (launcher.folder / "finished").exists()
     assert "ddpcore: rank 0 was ended by SIGKILL: the others go on" in errors
     assert "ddpcore: rank 1 failed (LookupError: no such luck): the others go on" in errors
-    code, errors = launcher.run("goes_on", 1)
+    code, errors = launcher.forked("goes_on", 1)
     assert code == 1
     assert "rank 0 was ended by SIGKILL" in errors
 
@@ -241,7 +255,7 @@ def test_the_others_go_on_if_they_may(launcher: Launcher) -> None:
 @pytest.mark.slow
 def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
     """Each saves what it did, however long it takes."""
-    code, errors = launcher.run("stops", 2)
+    code, errors = launcher.forked("stops", 2)
     assert (code, errors.strip()) == (3, "rank 0 stopped")
     assert (launcher.folder / "saved").exists()
 
@@ -249,7 +263,7 @@ def test_all_are_waited_for_once_one_has_stopped(launcher: Launcher) -> None:
 @pytest.mark.slow
 @needs_proc
 def test_a_rank_that_ignores_sigterm_is_ended_all_the_same(launcher: Launcher) -> None:
-    code, errors = launcher.run("ignores_sigterm", 2)
+    code, errors = launcher.forked("ignores_sigterm", 2)
     assert code == 1
     assert errors.startswith("rank 1 failed:")
     assert not launcher.alive()
@@ -317,7 +331,7 @@ def test_one_agent_for_all_ranks_cannot_shrink(local: str, refused: bool, monkey
 @needs_proc
 def test_a_late_rank_ends_the_wait(launcher: Launcher) -> None:
     """After run(timeout=), for calls of the process group that have no timeout of their own."""
-    code, errors = launcher.run("comes_late", 2)
+    code, errors = launcher.forked("comes_late", 2)
     assert code == 1
     assert "RuntimeError: the barrier of this test failed on rank 0: a rank of [1] did not come within 2 s" in errors
     assert not launcher.alive()

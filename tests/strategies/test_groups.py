@@ -261,6 +261,7 @@ def test_statistics() -> None:
     assert record.distance > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_real_ranks_in_other_loops() -> None:
     """That accumulate, freeze a parameter, have running statistics, or are resumed: the bits of virtual learners."""
     check_strategy(partial(LocalSGD, 2, group=K), num_learners=(2, 4))

@@ -114,6 +114,7 @@ def test_topology(make: Any) -> None:
     assert run.handle.consensus_distance() < 1e-5
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks() -> None:
     """Real ranks over both transports, accumulation, and a run from a saved state have the bits of virtual learners."""
     topology = Scheduled([(0, Ring()), (3, Complete())])

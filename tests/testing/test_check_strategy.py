@@ -14,9 +14,14 @@ from helpers import own_parts
 PLAIN = (Scenario(), Scenario(name="resumed", resume_at=3))
 
 
-@pytest.mark.parametrize("factory", [partial(DPSGD, Ring()), own_parts.MeanOfWeights], ids=["dpsgd", "own"])
-def test_real_ranks(factory: Callable[[], Strategy]) -> None:
-    check_strategy(factory, num_learners=(1, 2))
+def test_real_ranks() -> None:
+    """Processes of their own, which import the strategy by its name."""
+    check_strategy(own_parts.MeanOfWeights, num_learners=(1, 2))
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_all_scenarios() -> None:
+    check_strategy(partial(DPSGD, Ring()), num_learners=(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,7 @@ def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
     check_strategy(factory, num_learners=(1, 3), transports=())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("factory", "says"),
     [
@@ -57,6 +63,7 @@ def test_what_is_wrong_is_named(factory: Callable[[], Strategy], says: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_sharded_learners() -> None:
     check_strategy(own_parts.Alternating, num_learners=(2,), transports=("pg",), shards=2)
     with pytest.raises(AssertionError, match=r"2 learners of 2 shards, pg, plain: weights of learner \d differ by"):

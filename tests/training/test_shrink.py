@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,9 +35,7 @@ LEFT = [1, 2, 3]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run of four ranks whose rank 0 was killed, and of two runs that resume it, see ``main_whole``."""
     folder = tmp_path_factory.mktemp("shrink")
-    code = "from helpers.elastic_ranks import main_whole; main_whole()"
-    words = [sys.executable, "-c", code, str(folder / "run"), str(2 * STEPS_PER_EPOCH)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=900)
+    ranks.succeeds("-m", "helpers.elastic_ranks", "main_whole", folder / "run", 2 * STEPS_PER_EPOCH)
     return folder
 
 
@@ -120,8 +116,7 @@ def test_the_command_starts_the_ranks_that_are_left(
 def test_a_rank_joins_a_run(tmp_path: Path) -> None:
     """It takes the number of the rank that was killed, and writes nothing but its checkpoints and steps."""
     out = tmp_path / "run"
-    words = [sys.executable, "-c", "from helpers.elastic_ranks import main_joined; main_joined()", str(out)]
-    subprocess.run(words, env=ranks.environment(), check=True, timeout=900)
+    ranks.succeeds("-m", "helpers.elastic_ranks", "main_joined", out)
     codes, said = torch.load(out.with_suffix(".pt"))
     assert codes == {0: -signal.SIGKILL, 1: 0, 2: 0, 3: 0}, said
     run = RunRecord.read(out)

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,21 +18,15 @@ from ddpcore.comm.shared.memory import HostMemory
 from helpers import ranks
 from helpers import shared_memory_ranks as trials
 
-HELPERS = Path(__file__).parents[2] / "helpers"
-sys.path.insert(0, str(HELPERS))
-sys.path.remove(str(HELPERS))
-
 Outcome = list[tuple[int, str]]  # of each rank: exit status, output
 KILLED = -9
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
     before = ranks.names_in_shared_memory()
-    path = tmp_path_factory.mktemp("shared") / "outcomes.pt"
-    subprocess.run([sys.executable, HELPERS / "shared_memory_ranks.py", path], env=ranks.environment(), check=True)
+    yield ranks.Trials("shared_memory_ranks", tmp_path_factory.mktemp("shared"))
     assert ranks.names_in_shared_memory() <= before
-    return torch.load(path)
 
 
 @pytest.fixture
@@ -43,7 +34,7 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
     return lambda function, *arguments: outcomes["-".join([function.__name__, *map(str, arguments)])]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_same_bits_as_over_the_process_group(world_size: int, outcome: Callable[..., Outcome]) -> None:
     """Parameters, BatchNorm's buffers and the evaluation model after gradient accumulation, fp32 and bf16."""
     for status, output in outcome(trials.trains, world_size):
@@ -54,6 +45,7 @@ def test_same_bits_as_over_the_process_group(world_size: int, outcome: Callable[
             assert (same, finite) == ("True", "True"), f"{strategy} in {dtype}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "world_size", "lost", "operation"),
     [
@@ -76,6 +68,7 @@ def test_a_rank_that_is_gone_is_named(
             assert operation in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_arrive_is_named(outcome: Callable[..., Outcome]) -> None:
     for _, output in [outcome(trials.stays_away, 3)[rank] for rank in (0, 2)]:
         assert "rank 1 did not arrive within 1 s at operation 4, the exchange of 5000 float32 at step 1" in output
@@ -132,6 +125,7 @@ def test_unused_memory_is_freed(outcome: Callable[..., Outcome]) -> None:
     assert outcome(trials.frees, 2) == [(0, "freed\n")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", [one for one in trials.TRIALS if one[0] is trials.is_killed_somewhere])
 def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Outcome]) -> None:
     """The other ranks raise and end by themselves. The fixture checks that no file remains."""
