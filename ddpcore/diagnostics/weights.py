@@ -94,7 +94,7 @@ class DataLoss:
     ) -> None:
         self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
         with torch.random.fork_rng(devices=()):  # a DataLoader draws a number
-            self._own = sum(self.num_samples(inputs) for inputs, _ in batches)
+            self._own = sum(_checked(self.num_samples(inputs), targets) for inputs, targets in batches)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.total = int(sum_over(group, torch.tensor([self._own], device=device))[0])
         if not self.total:
@@ -138,6 +138,17 @@ class DataLoss:
         """The parts of the loss, one per batch."""
         for share, inputs, targets in self.weighted():
             yield self.loss_fn(self.outputs(inputs), targets) * share
+
+
+def _checked(num: int, targets: Any) -> int:
+    """The samples of a batch. ValueError: targets have another number, as where time comes before the samples."""
+    rows = len(targets) if isinstance(targets, Tensor) and targets.dim() else 1
+    if rows > 1 and rows % num:  # each sample may have several rows of targets, such as tokens
+        raise ValueError(
+            f"the inputs of a batch have {num} rows and its targets {rows}: pass inputs [samples, ...], also where a "
+            "model takes [time, samples, ...]"
+        )
+    return num
 
 
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:

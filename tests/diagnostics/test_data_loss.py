@@ -50,6 +50,19 @@ def test_batches_of_dicts_have_the_weight_of_their_samples() -> None:
         DataLoss(model, F.cross_entropy, [(["text"], torch.zeros(1))])
 
 
+def test_inputs_with_time_before_samples_are_refused() -> None:
+    """The length of time is no number of samples, so a smaller last batch would count as much as the others."""
+    model = nn.Linear(6, 3)
+    batches = [(torch.randn(7, num, 6), torch.randint(3, (num,))) for num in (4, 2)]
+    last = lambda outputs, targets: F.cross_entropy(outputs[-1], targets)  # noqa: E731
+    with pytest.raises(ValueError, match="the inputs of a batch have 7 rows and its targets 4: pass inputs"):
+        DataLoss(model, last, batches)
+    tokens = [(torch.randn(num, 5, 6), torch.randint(3, (5 * num,))) for num in (4, 2)]
+    every = lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets)  # noqa: E731
+    assert DataLoss(model, every, tokens).total == 6
+    assert DataLoss(model, lambda outputs, _: outputs.square().mean(), [(torch.ones(4, 6), torch.zeros(1))]).total == 4
+
+
 def test_eigenvalues_with_recalibrated_statistics_are_those_of_the_loss() -> None:
     model, batches = network(nn.BatchNorm1d(8)), samples()
     data, plane = DataLoss(model, F.cross_entropy, batches), random_plane(network(nn.BatchNorm1d(8)))
@@ -171,6 +184,7 @@ def test_accuracy_of_classes_along_dimension_1(outputs: Tensor, targets: Tensor,
             return outputs + 0 * self.weight.sum()
 
     model = Fixed()
-    data = DataLoss(model, lambda outputs, targets: outputs.float().square().mean(), [(torch.zeros(4, 1), targets)])
+    batches = [(torch.zeros(len(targets), 1), targets)]
+    data = DataLoss(model, lambda outputs, targets: outputs.float().square().mean(), batches)
     found = landscape(data, random_plane(model), x=GRID, y=GRID).accuracy
     assert np.isnan(found).all() if percent is None else (found == percent).all()
