@@ -206,3 +206,15 @@ class Distributed:
         apart_LP = weights.clone()[None]
         self.comm.average_(apart_LP).wait()
         return torch.linalg.vector_norm(apart_LP.sub_(weights), dim=1, dtype=torch.float64).square()
+
+
+class CopiedHandle:
+    """What a copy or a pickle of a handle becomes, such as that in an attribute of a module: its hooks stay behind."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for these
+            raise AttributeError(name)
+        raise RuntimeError(
+            "this is a copy of a handle, whose model no strategy trains: call distribute() with the handle's "
+            "evaluation_model(), or save and load RunState(handle)"
+        )

@@ -30,7 +30,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.handle import Distributed, Observer
+from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
@@ -43,6 +43,7 @@ from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.ssgd import counts_of
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
 _HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
@@ -78,6 +79,7 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
+        self._paused_samples: Tensor | None = None  # of the last passes inside no_sync
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(
@@ -114,8 +116,8 @@ class HookedDistributed(Distributed):
     def __copy__(self) -> HookedDistributed:
         return self
 
-    def __reduce__(self) -> tuple[type[_NoHandle], tuple[()]]:
-        return _NoHandle, ()
+    def __reduce__(self) -> tuple[type[CopiedHandle], tuple[()]]:
+        return CopiedHandle, ()
 
     @property
     @override
@@ -146,7 +148,9 @@ class HookedDistributed(Distributed):
             yield
         finally:
             self._buckets.paused = paused
-            self._watch.end_pause(self._buckets.num_paused - before)
+            self._watch.end_pause(num := self._buckets.num_paused - before)
+            if num and self.num_samples is not None:
+                self._paused_samples = counts_of(self.num_samples, len(self.models))
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -333,8 +337,13 @@ class HookedDistributed(Distributed):
             self._buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
-        """Refuse a step in which only some virtual learners had a pass outside of ``no_sync``: nothing was averaged."""
-        buckets = self._buckets
+        """Refuse passes inside ``no_sync`` that do not fit those outside: of other samples, or of other learners."""
+        buckets, paused = self._buckets, self._paused_samples
+        if paused is not None and not torch.equal(paused, counts_of(self.num_samples, len(self.models))):
+            raise RuntimeError(
+                f"{self.strategy.name}: num_samples was another one inside no_sync(), whose gradients are added before "
+                "they are weighted: set it to the samples of all passes of a step, and divide their losses by it"
+            )
         if buckets is not None and self._watch.averaged and not self._watch.has_average and buckets.lacking_rows:
             rows = ", ".join(map(str, buckets.lacking_rows))
             raise RuntimeError(
@@ -371,7 +380,7 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
-        self.num_samples = None  # the next batch may have another size
+        self.num_samples = self._paused_samples = None  # the next batch may have another size
         self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)
@@ -389,18 +398,6 @@ class HookedDistributed(Distributed):
         self.learner.flat.reorder(order)
         if self._buckets is not None:
             self._buckets.rebuild()
-
-
-class _NoHandle:
-    """What a copy or a pickle of a handle becomes, such as that in an attribute of a module: its hooks stay behind."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks for these
-            raise AttributeError(name)
-        raise RuntimeError(
-            "this is a copy of a handle, whose model no strategy trains: call distribute() with the handle's "
-            "evaluation_model(), or save and load RunState(handle)"
-        )
 
 
 class _Hook:

@@ -14,9 +14,10 @@ _SAMPLE = 2  # parameters that are compared: the one whose gradient has just com
 
 
 class ResetWatch:
-    """Compares, when the first backward pass after a step begins, which learners have lost the gradients of that step.
+    """Notes, when a backward pass begins, which learners have lost the gradients of the last step.
 
-    The next step reads the result, because a loop may measure one learner in between and then reset all gradients.
+    The next step reads the result: a loop may reset each learner just before its own pass, or measure one learner in
+    between and then reset all.
 
     Args:
         flat: the parameters of all learners. Their hooks hold this object, so it holds none of them.
@@ -25,9 +26,12 @@ class ResetWatch:
     def __init__(self, flat: FlatParameters) -> None:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self._pass = -1  # autograd's number of the current backward pass
-        self._is_first = False  # whether no pass has begun since the last step
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
-        self._reset: list[int] = []  # learners
+        self._reset: set[int] = set()  # learners
+
+    def restart(self) -> None:
+        """Forget the last step."""
+        self._sample, self._reset = [], set()
 
     def begin_step(self) -> None:
         """After a step: choose parameters that have a gradient of every learner."""
@@ -36,7 +40,7 @@ class ResetWatch:
         num, parameters = len(flat.segments), flat.parameters
         places = (list(range(segment, num * self._num_rows, num)) for segment in range(num))
         held = (own for own in places if all(parameters[index].grad is not None for index in own))
-        self._sample, self._reset, self._is_first = list(islice(held, _SAMPLE)), [], True
+        self._sample, self._reset = list(islice(held, _SAMPLE)), set()
 
     def note(self, parameter: Tensor) -> None:
         """A gradient has come, perhaps the first one of a backward pass."""
@@ -48,25 +52,20 @@ class ResetWatch:
         flat = self._flat()
         if flat is None:
             return
-        is_first, self._is_first = self._is_first, False
         for own in self._sample:
             others = [(row, flat.parameters[index]) for row, index in enumerate(own)]
             others = [(row, parameter) for row, parameter in others if parameter is not first]
             lacking = [row for row, parameter in others if parameter.grad is None]
-            if len(lacking) == len(others):
-                self._reset = []
-            elif lacking and is_first:
-                self._reset = lacking
-                return
+            self._reset.update(range(self._num_rows) if len(lacking) == len(others) else lacking)
 
     def note_all(self) -> None:
         """Gradients of all learners have come together, which is so only if all had some, or none."""
-        self._reset, self._is_first = [], False
+        self._reset.update(range(self._num_rows))
 
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and those of the others add up."""
-        if self._reset:
-            learners = ", ".join(map(str, self._reset))
+        if 0 < len(self._reset) < self._num_rows:
+            learners = ", ".join(map(str, sorted(self._reset)))
             raise RuntimeError(
                 f"gradients of learner {learners} alone were reset after the last step, as zero_grad() of its model "
                 "does, and those of the others add up: call optimizer.zero_grad(), or zero_grad() of each of "

@@ -24,6 +24,7 @@ from ddpcore.distributed.resets import ResetWatch
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
+from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
@@ -55,6 +56,7 @@ class LoopWatch:
         self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
         self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
@@ -66,11 +68,11 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         if self.resets is not None:
             flat.on_gradients.append(self.resets.note_all)
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
+            exclude_from_compilation(sys.modules[__name__], "_note")  # a compiled loop runs it, too
             note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
@@ -190,6 +192,8 @@ class LoopWatch:
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
+        if self.resets is not None:
+            self.resets.restart()
         self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
         self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
         self.has_average = False

@@ -36,7 +36,11 @@ def weights_of(name: str, wanted: Sequence[float] | str) -> Weights:
 
 def own_samples(learner: Learner) -> Tensor:
     """The samples of this step, float64 ``[L]``; NaN where the loop has not set them."""
-    num, rows = learner.num_samples, len(learner.comm.learners)
+    return counts_of(learner.num_samples, len(learner.comm.learners))
+
+
+def counts_of(num: int | Sequence[int] | None, rows: int) -> Tensor:
+    """What a loop sets as samples, one number for all rows or one for each, as float64 ``[rows]``; NaN for None."""
     counts: list[int | None] = [num] * rows if num is None or isinstance(num, int) else [*num]
     counts = counts if len(counts) == rows else [None] * rows
     return torch.tensor([float("nan") if one is None else one for one in counts], dtype=torch.float64, device="cpu")

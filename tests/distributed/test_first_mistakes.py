@@ -106,6 +106,23 @@ def test_zero_grad_of_the_model_of_learner_0(make, way):
     optimizer.step()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
+def test_each_learner_may_be_reset_before_its_own_pass(make, bias):
+    """Or all of them at once, also of a model of one parameter."""
+    model = nn.Linear(5, 3, bias=bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, make(), learners=L)
+    for step in range(4):
+        if step % 2:
+            optimizer.zero_grad()
+        for one in handle.models:
+            if step % 2 == 0:
+                one.zero_grad()
+            one(torch.ones(6, 5)).square().mean().backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
 def test_a_learner_may_be_measured_between_two_steps(make):
     """With a backward pass, before all gradients are reset."""

@@ -271,7 +271,7 @@ def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path:
     _, text, _ = main("run", tiny, "--out", tmp_path / "out", "--rows", "a,ssgd", "--seeds", 2)
     assert "4 runs: 2 rows, 2 seeds" in text
     assert re.search(r"activations, estimated: up to \d+\.\d\d (K|M)iB \((a|ssgd), a learner's \d+ samples\)", text)
-    assert re.search(r"disk, estimated: up to [1-9]\d*\.\d\d (K|M)iB of checkpoints", text)
+    assert re.search(r"disk, estimated: up to \d+\.\d\d KiB of checkpoints", text)
     assert "h left for 3 runs, if they take as long" in text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -353,3 +354,26 @@ def test_statistics_compare_equal_batches(make: Any) -> None:
     run = Run(make())
     with pytest.raises(ValueError, match="batches of one size"):
         NoiseStatistics(run.handle, run.optimizer, batch_size=1)
+
+
+def test_samples_of_accumulated_passes_are_those_of_the_step() -> None:
+    """Gradients inside no_sync() are added before they are weighted, so all passes have the number of the step."""
+    for counts, is_right in (([4, 2], True), ([3, 1], False)):
+        model = torch.nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(weights="samples"), learners=2)
+        begin = model.weight.detach().clone()
+        inputs = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        parts = [[inputs[0, :2], inputs[1, :1]], [inputs[0, 2:], inputs[1, 1:2]]]
+        for given, part in zip((counts, [4, 2]), parts, strict=True):
+            handle.num_samples = given
+            with handle.no_sync() if part is parts[0] else nullcontext():
+                for one, own, num in zip(handle.models, part, (4, 2), strict=True):
+                    (one(own).sum() / num).backward()
+        if is_right:
+            optimizer.step()
+            expected = begin - torch.cat([inputs[0], inputs[1, :2]]).mean(0)
+            torch.testing.assert_close(model.weight.detach(), expected)
+        else:
+            with pytest.raises(RuntimeError, match=r"num_samples was another one inside no_sync\(\)"):
+                optimizer.step()
