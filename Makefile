@@ -54,10 +54,11 @@ SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much. What failed stands last.
+# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much, and yield to them: ranks that wait for
+# each other lose more by a busy core than a compiler does. What failed stands last.
 check: lint $(INSTALLED)
 	@tools/system_packages
-	@mkdir -p build; $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
+	@mkdir -p build; nice $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
 	  $(MAKE) --no-print-directory test SELECT= 2>&1 | tee build/tests.txt; tests=$${PIPESTATUS[0]}; \
 	  wait $$others; others=$$?; grep -v 'Skipped' build/check.txt; \
 	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/check.txt)"; \

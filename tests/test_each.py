@@ -31,3 +31,8 @@ def test_all_that_fail_are_named() -> None:
     assert "2: AssertionError: 2 is even" in str(caught.value) and "3: ValueError: three" in str(caught.value)
     with pytest.raises(AssertionError, match="there is no case"):
         each("number", [])
+
+
+@each("number", [1, 2, 3], num_fast=2)
+def test_the_first_are_fast_and_the_others_slow(number: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("slow") is None) == (number <= 2)

@@ -36,6 +36,7 @@ def virtual() -> dict[Any, Any]:
     return {case: oracle.train(case) for case in helper.CASES}
 
 
+@pytest.mark.slow
 @each(("place", "case"), CASES)
 def test_ranks_have_the_bits_of_virtual_learners(
     place: str, case: Any, real: list[dict[str, Any]], virtual: dict[Any, Any]
@@ -48,6 +49,7 @@ def test_ranks_have_the_bits_of_virtual_learners(
         assert torch.equal(one.average, virtual[case].average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", helper.PLACES)
 @pytest.mark.parametrize("name", helper.NARROW)
 def test_weights_of_16_bits(name: str, place: str, real: list[dict[str, Any]]) -> None:
@@ -55,6 +57,7 @@ def test_weights_of_16_bits(name: str, place: str, real: list[dict[str, Any]]) -
     assert torch.equal(weights, helper.trained(helper.NARROW[name], None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", helper.PLACES)
 @pytest.mark.parametrize("name", helper.NARROW)
 def test_a_state_that_is_loaded_in_the_middle_of_a_step(name: str, place: str, real: list[dict[str, Any]]) -> None:
@@ -62,6 +65,7 @@ def test_a_state_that_is_loaded_in_the_middle_of_a_step(name: str, place: str, r
     assert torch.equal(weights, helper.trained(helper.NARROW[name], None, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", helper.PLACES)
 @pytest.mark.parametrize("name", helper.TOPOLOGIES)
 def test_only_rows_for_other_hosts_go_by_the_process_group(name: str, place: str, real: list[dict[str, Any]]) -> None:
@@ -72,18 +76,21 @@ def test_only_rows_for_other_hosts_go_by_the_process_group(name: str, place: str
         assert one[place]["sent"][name] == (400 * len(readers), 400 * len(far))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "sent"), [("two and two", 0), ("three and one", 400), ("in turn", 400)])
 def test_groups_on_a_host_share_memory(place: str, sent: int, real: list[dict[str, Any]]) -> None:
     """If each group is on one host."""
     assert [one[place]["grouped"] for one in real] == [([0.5], sent)] * 2 + [([2.5], sent)] * 2
 
 
+@pytest.mark.slow
 def test_between_hosts_a_rank_sends_its_part_of_the_weights(real: list[dict[str, Any]]) -> None:
     """Half of 400 bytes go to the other host, and half to the other rank of the host."""
     assert [one["two and two"]["columns"] for one in real] == [(True, 400, 200)] * 4
     assert all(one[place]["columns"][:2] == (True, 400) for one in real for place in helper.PLACES)
 
 
+@pytest.mark.slow
 def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
     """Two edges of a ring and two of a hierarchy lie inside the hosts of two ranks; averages of all have no edges."""
     for one in real:
@@ -97,6 +104,7 @@ def test_auto_says_which_edge_goes_how(real: list[dict[str, Any]]) -> None:
         assert one["apart"] == ("pg", "torch.distributed, gloo (4 ranks on 4 hosts)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", helper.PLACES)
 def test_what_mixed_cannot_do_still_works_by_auto(place: str, real: list[dict[str, Any]]) -> None:
     for one in real:
@@ -104,6 +112,7 @@ def test_what_mixed_cannot_do_still_works_by_auto(place: str, real: list[dict[st
         assert one[place]["choices"]["shrink"][0] != "mixed"
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_in_place_are_not_overwritten(real: list[dict[str, Any]]) -> None:
     """Neighbours on the host may still read the old ones."""
     ring = torch.eye(4) / 3 + torch.eye(4).roll(1, 0) / 3 + torch.eye(4).roll(-1, 0) / 3

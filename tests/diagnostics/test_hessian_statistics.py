@@ -79,7 +79,7 @@ def test_two_ranks_two_learners_and_one_process(real: list[dict[Any, Any]]) -> N
     assert [one["two"] for one in real] == [alone, alone, None]
 
 
-@each("seed", range(30))
+@each("seed", range(30), num_fast=6)
 def test_two_learners_and_one_process_of_drawn_models(seed: int) -> None:
     """Each value is as near to an eigenvalue as its residual says; products round in fp32, a sum of some 1000 terms."""
     run = drawn_runs.Drawn(seed - seed % 7 + seed % 6, strategy="ssgd")  # none with power iterations in each pass

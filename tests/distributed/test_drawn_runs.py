@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,24 +40,31 @@ def assert_same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> list[dict[Any, Any]]:
-    return ranks.run("drawn_runs", L)
+def real(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    """Of all seeds, or of the fast ones, as they are selected."""
+    num = len(drawn_runs.SEEDS) if ranks.has_slow_items(request) else drawn_runs.NUM_FAST
+    return ranks.run("drawn_runs", L, more=[[num]] * L)
+
+
+@functools.cache
+def virtual(seed: int) -> list[list[Tensor]]:
+    return trained(seed)
 
 
 @pytest.mark.parametrize("transport", ["pg", "shm"])
-@each("seed", drawn_runs.SEEDS)
+@each("seed", drawn_runs.SEEDS, num_fast=drawn_runs.NUM_FAST)
 def test_ranks_have_the_bits_of_virtual_learners(seed: int, transport: str, real: list[dict[Any, Any]]) -> None:
     """``docs/glossary.md``, ``docs/strategies.md`` and ``README.md``."""
-    assert_same([rank[seed, transport] for rank in real], trained(seed))
+    assert_same([rank[seed, transport] for rank in real], virtual(seed))
 
 
-@each("seed", range(100, 140))
+@each("seed", range(100, 140), num_fast=10)
 def test_a_resumed_run_has_the_bits_of_one_without_a_stop(seed: int) -> None:
     """``docs/resume.md``, ``docs/bits.md``."""
     assert_same(trained(seed, in_the_middle=Drawn.resume), trained(seed))
 
 
-@each("seed", range(200, 230))
+@each("seed", range(200, 230), num_fast=10)
 def test_learners_one_after_the_other_have_the_same_bits(seed: int) -> None:
     """``handle.split``."""
     assert_same(trained(seed, lambda run: setattr(run, "splits", True)), trained(seed))
@@ -72,7 +80,7 @@ def _hessian(run: Drawn) -> Any:
 
 
 @pytest.mark.parametrize(("what", "statistics"), [("noise", _noise), ("hessian", _hessian)])
-@each("seed", range(300, 320))
+@each("seed", range(300, 320), num_fast=6)
 def test_statistics_change_no_bit(seed: int, what: str, statistics: Change) -> None:
     """``docs/noise_statistics.md``, ``docs/bits.md``, ``docs/curvature.md``."""
     if Drawn(seed).name not in NOT_MEASURED[what]:
@@ -94,7 +102,7 @@ def test_learners_of_a_group_hold_the_same_bits_after_each_step(seed: int, strat
             assert_same([own], [found[learner // size * size]])
 
 
-@each("seed", range(500, 530))
+@each("seed", range(500, 530), num_fast=10)
 def test_learners_that_never_average_have_the_bits_of_plain_loops(seed: int) -> None:
     """ "L virtual learners and L optimizers" (``docs/optimizers.md``)."""
     run = Drawn(seed, strategy="never")
@@ -115,7 +123,7 @@ def test_learners_that_never_average_have_the_bits_of_plain_loops(seed: int) -> 
         assert_same([ours], [[*model.state_dict().values(), *grads]])
 
 
-@each("seed", range(600, 621))
+@each("seed", range(600, 621), num_fast=7)
 def test_a_hessian_has_the_same_bits_in_each_run(seed: int) -> None:
     """``docs/curvature.md``."""
     ends = []

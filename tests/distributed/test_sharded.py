@@ -9,6 +9,8 @@ import pytest
 from helpers import ranks
 from helpers.each import each
 
+pytestmark = pytest.mark.slow
+
 # FSDP2 adds the gradients of the samples of two ranks in another order than one backward pass of a whole batch does.
 # Six steps of lr 0.01 to 0.1 carry that rounding, of 2^-24 of a number near 1, into a weight; see EPS, too.
 TOLERANCE = 2e-6
@@ -147,7 +149,6 @@ def test_refused_on_all_ranks(name, quick):
         assert "weights were changed" not in of_rank["refused"][name]
 
 
-@pytest.mark.slow
 def test_all_strategies_optimizers_and_features(whole_list):
     check_virtual(whole_list)
     for what in ("plain", "features", "accumulated", "resumed"):
@@ -157,6 +158,5 @@ def test_all_strategies_optimizers_and_features(whole_list):
     assert [one["nonfinite"]["skip", "dpsgd"]["found"] for one in whole_list] == [[], [], [(1, 2)], [(1, 2)]]
 
 
-@pytest.mark.slow
 def test_learners_of_three_ranks():
     check_virtual(started("six", 6))

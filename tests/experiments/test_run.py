@@ -102,8 +102,8 @@ def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_pa
     words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main("run", tiny, "--out", whole, *words)[0] == 0
-    command = ["-m", "ddpcore.experiments", "run", str(tiny), "--out", str(out), *words]
-    started = forked.start(command, ranks.log_folder(tmp_path, 0), ranks.environment(), ranks.ROOT)
+    command = ["-m", "ddpcore.experiments", "run", tiny, "--out", out, *words]
+    started = forked.start([*map(str, command)], ranks.log_folder(tmp_path, 0), ranks.environment(), ranks.ROOT)
     try:
         deadline = time.monotonic() + 120
         while not list((out / "runs" / "b").glob("seed-0/checkpoints/step-*")):

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 
-def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(
+    names: str | tuple[str, ...], cases: Iterable[Any], num_fast: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test on every case, one after the other: pytest takes longer for an item than a small case takes.
 
     Each case has the random numbers of a test of its own; fixtures are set up once, so take none that a case changes.
@@ -21,16 +23,19 @@ def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callab
     Args:
         names: the arguments of a case, as in ``parametrize``: one name, or a tuple of them.
         cases: the values of each case; of one name the values themselves.
+        num_fast: cases of ``make test``; the others are a second test, which is marked slow. None: all are one test.
     """
     keys = (names,) if isinstance(names, str) else names
     rows = [(case,) if isinstance(names, str) else tuple(case) for case in cases]
     assert rows, "there is no case"
+    parts = [rows] if num_fast is None else [rows[:num_fast], rows[num_fast:]]
+    assert all(parts), "there is no case on one side of num_fast"
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**fixtures: Any) -> None:
-            failed = []
-            for row in rows:
+            chosen, failed = parts[fixtures.pop("part", 0)], []
+            for row in chosen:
                 random.seed(0)
                 np.random.seed(0)
                 torch.manual_seed(0)
@@ -38,11 +43,16 @@ def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callab
                     test(**dict(zip(keys, row, strict=True)), **fixtures)
                 except (Exception, pytest.fail.Exception) as error:
                     failed.append(f"{', '.join(map(str, row))}: {type(error).__name__}: {str(error)[:300]}")
-            assert not failed, f"{len(failed)} of {len(rows)} cases fail:\n" + "\n".join(failed)
+            assert not failed, f"{len(failed)} of {len(chosen)} cases fail:\n" + "\n".join(failed)
 
         signature = inspect.signature(test)
         others = [value for name, value in signature.parameters.items() if name not in keys]
+        if len(parts) > 1:
+            others.append(inspect.Parameter("part", inspect.Parameter.KEYWORD_ONLY))
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-        return run
+        if len(parts) == 1:
+            return run
+        both = [pytest.param(0, id="fast"), pytest.param(1, id="others", marks=pytest.mark.slow)]
+        return pytest.mark.parametrize("part", both)(run)  # type: ignore[no-any-return]
 
     return decorate

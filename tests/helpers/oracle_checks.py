@@ -36,8 +36,7 @@ def results_of(part: str) -> Callable[[pytest.FixtureRequest], list[dict[Any, An
 
     @pytest.fixture(scope="module")
     def real(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-        here = [item for item in request.session.items if item.path == request.path]
-        speed = "all" if any(item.get_closest_marker("slow") for item in here) else "fast"
+        speed = "all" if ranks.has_slow_items(request) else "fast"
         return ranks.run("oracle", oracle.LARGEST, timeout=900.0, more=[[part, speed]] * oracle.LARGEST)
 
     return real

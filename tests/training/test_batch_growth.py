@@ -74,7 +74,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+FAST = ("one learner", "stale", "parts")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in RESUMED])
 def test_resume_before_at_and_after_a_growth(name: str, tmp_path: Path) -> None:
     """The batch grows before step index 3: a checkpoint after 2, 3 and 4 steps."""
     config = helper.config(

@@ -14,12 +14,24 @@ from helpers import ranks
 TIMES = ("seconds", "samples_per_s", "evaluation_seconds", "total_seconds")
 
 
+FAST = ("ssgd", "stale", "process group", "plain", "watched")
+
+
+def runs(*names: str) -> list[Any]:
+    """Those that ``make test`` leaves out are slow."""
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    return ranks.run("train_ranks", 2, timeout=900)
+def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Of all runs, or of the fast ones, as they are selected."""
+    names = () if ranks.has_slow_items(request) else FAST
+    return ranks.run("train_ranks", 2, timeout=900, more=[names] * 2)
 
 
-@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "process group", "two each", "watched", *helper.GROWTHS])
+@pytest.mark.parametrize(
+    "name", runs(*helper.STRATEGIES, "ddp", "process group", "two each", "watched", *helper.GROWTHS)
+)
 def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         through, resumed = rank[name]["contents"]
@@ -35,12 +47,13 @@ def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
         assert rank[name]["through"].header["ranks"] == 2
 
 
-@pytest.mark.parametrize("name", [*helper.STRATEGIES, "ddp", "two each", "plain"])
+@pytest.mark.parametrize("name", runs(*helper.STRATEGIES, "ddp", "two each", "plain"))
 def test_ranks_score_the_whole_split(name: str, seen: list[dict[str, Any]]) -> None:
     """Each rank evaluates a part of it. One process gets the same accuracy with the model that the run has written."""
     assert seen[0][name]["through"].final["accuracy"] == pytest.approx(seen[0][name]["accuracy"])
 
 
+@pytest.mark.slow
 def test_ddp_on_three_ranks() -> None:
     """With three ranks the order of the sum changes its bits; DDP changes the order after its first backward pass."""
     for rank in ranks.run("train_ranks", 3):

@@ -32,7 +32,16 @@ def numbers(record: RunRecord) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in record.statistics]
 
 
-@pytest.mark.parametrize("name", sorted(set(helper.STRATEGIES) - {"push_sum"}))
+FAST = ("ssgd", "ring", "post-local")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in sorted(set(helper.STRATEGIES) - {"push_sum"})
+    ],
+)
 def test_training_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """With dropout, batch normalisation, augmentation and momentum."""
     fields = merged({"strategy": {"learners": 3}, "model": helper.HESSIAN["model"]}, helper.STRATEGIES[name])
@@ -78,7 +87,12 @@ def test_a_resumed_run_writes_the_same(strategy: str, at: int, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"strategy": {"learners": 3, "name": "ssgd"}}, {"strategy": {"learners": 3, "name": "dpsgd"}}]
+    "fields",
+    [
+        {},
+        pytest.param({"strategy": {"learners": 3, "name": "ssgd"}}, marks=pytest.mark.slow),
+        pytest.param({"strategy": {"learners": 3, "name": "dpsgd"}}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_hessian_along_a_run(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and noise statistics keep their bits, and a resumed run writes the same records."""
