@@ -134,16 +134,17 @@ def checkpointed(rank: int, is_checkpointed: bool) -> list[Tensor]:
 
     torch.manual_seed(0)
     model = Two()
+    optimizer = sgd(model)  # it holds the handle, which would be freed in the middle of the pass
     ddpcore.distribute(
         model,
-        sgd(model),
+        optimizer,
         ddpcore.SSGD(),
         connection=ddpcore.Connection(transport="pg", bucket_bytes=1024, first_bucket_bytes=64),
     )
     inputs = torch.ones(2, 5) * (rank + 1)
     hidden = checkpoint_of(model, inputs, use_reentrant=False) if is_checkpointed else model(inputs)
     model.head(hidden).square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return [parameter.grad.clone() for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def frozen_on_rank_0(rank: int) -> str:
