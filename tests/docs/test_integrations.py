@@ -113,7 +113,7 @@ def test_wandb_takes_the_rows_of_a_record(tmp_path: Path) -> None:
         "config = TrainConfig.from_dict({'model': 'mlp', 'data': {'name': 'digits', 'batch_size': 100},\n"
         "    'strategy': {'name': 'dpsgd', 'learners': 4}, 'run': {'epochs': 2}})\n"
     )
-    after = "print(log.summary['train_loss'])\nlog.finish()\n"
+    after = "print(log.summary['epoch/train_loss'])\nlog.finish()\n"
     (tmp_path / "log.py").write_text(before + block + after)
     done = subprocess.run(
         [sys.executable, "log.py"],
