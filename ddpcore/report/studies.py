@@ -71,6 +71,6 @@ def _results(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
     found = []
     for place, label in enumerate(labels if comparison["claims"] else ()):
         words = Counter(claim["verdicts"][place]["word"] for claim in comparison["claims"])
-        told = ", ".join(f"{word!r} of {num}" for word, num in words.most_common())
-        found.append(f"Result, {label}: of {words.total()} claims the verdict is {told}.")
+        told = ", ".join(f"{num} with the verdict {word!r}" for word, num in words.most_common())
+        found.append(f"Result, {label}: {words.total()} claims, {told}.")
     return found
