@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,11 +25,11 @@ from ddpcore.optim.matrices import (
     results_of,
 )
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
-from ddpcore.optim.shard_exchange import ShardExchange
+from ddpcore.optim.shard_exchange import ShardExchange, exchanged, rounds_of
 from ddpcore.optim.shards import divided, local_gradients
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
-from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
+from ddpcore.parameters.shards import is_dtensor, local
 
 RULES = ("muon", "adamw")
 SCALES = ("original", "match_rms_adamw")
@@ -48,9 +49,9 @@ class Muon(SavedOptimizer):
     shape are one batch of matrix products, so that results differ by the rounding of these products. All other
     parameters have the rule, the kernel and the state of :class:`~ddpcore.optim.FusedAdamW`.
 
-    **Shards.** A parameter may be a DTensor. If one dimension of its mesh divides it, as FSDP2 does, the matrix is
-    gathered on one of these ranks, orthogonalized there, and its shards are sent back. If several do, as FSDP2 with
-    tensor parallelism, all ranks gather the matrix and orthogonalize it.
+    **Shards.** A parameter may be a DTensor, as FSDP2 and tensor parallelism make it. One of the ranks that divide it
+    gathers the matrix, orthogonalizes it and sends the shards of the result back. Each rank gets its share of the work,
+    and meanwhile the next matrices travel.
 
     **Blocks** (MuonBP: Khaled et al. 2025, arXiv:2510.16981; only its abstract and accounts by others were read). With
     ``period=P`` every P-th step, beginning with the first, is the one above. In the others each rank orthogonalizes its
@@ -62,10 +63,11 @@ class Muon(SavedOptimizer):
     Args:
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
             :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
-            matrices of equally many rows, such as the projections of queries, keys and values, or of heads. A tuple has
-            the rows of each. A group with parameters of three dimensions says what they are: ``batched=True`` for
-            matrices ``[E, M, N]``, such as experts, and ``batched=False`` for the kernel of a convolution. ``period``
-            and ``block_lr`` are options of a group, too.
+            matrices of equally many rows, such as the projections of queries, keys and values. A tuple has the rows of
+            each. ``num_heads=n`` is the same for heads: a fused projection has those of queries, keys and values. A
+            group with parameters of three dimensions says what they are: ``batched=True`` for matrices ``[E, M, N]``,
+            such as experts, and ``batched=False`` for the kernel of a convolution. ``period`` and ``block_lr`` are
+            options of a group, too.
         lr, weight_decay, momentum, nesterov: see above. The rate may be a tensor, and the momentum is in [0, 1).
         ns_coefficients: a, b, c of :func:`~ddpcore.optim.newton_schulz.orthogonalize`.
         eps: least norm by which a matrix is divided.
@@ -119,6 +121,10 @@ class Muon(SavedOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         if param_group.get("rule") == "adamw" and self._adamw_lr is not None:
             param_group.setdefault("lr", self._adamw_lr)
+        if "num_heads" in param_group:
+            if "split" in param_group:
+                raise ValueError("a group has split= and num_heads=: give one, because both divide its rows")
+            param_group["split"] = param_group.pop("num_heads")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -178,8 +184,7 @@ class Muon(SavedOptimizer):
                 self._add_members(group, matrices, members)
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
             decay_and_add_(matrix.param, matrix.upright(update), matrix.group, matrix.scale * matrix.factor)
-        self._step_shards([member for member in members if len(member.shards) == 1])
-        self._step_gathered([member for member in members if len(member.shards) > 1])
+        self._step_shards(members)
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss
 
@@ -227,35 +232,34 @@ class Muon(SavedOptimizer):
                     matrices.append(Matrix(weights, of_grad, of_momentum, group, dtype, factor))
 
     def _step_shards(self, members: list[Divided]) -> None:
-        """Step DTensors: their matrices are orthogonalized on one rank each. Collective over the ranks of a shard."""
+        """Step DTensors: one rank gathers and orthogonalizes a matrix. Collective over the ranks of a shard."""
         kinds: dict[Any, list[Divided]] = {}
         for member in members:
-            kinds.setdefault((member.shards[0][0], member.param.dtype, member.direction.device), []).append(member)
-        for (group, dtype, device), mine in kinds.items():
-            costs = [sum(matrix.cost for matrix in member.matrices()) for member in mine]
-            owners = owners_of(costs, dist.get_world_size(group))
-            shapes, dims = [member.param.shape for member in mine], [member.shards[0][1] for member in mine]
-            exchange = ShardExchange(group, shapes, dims, owners)
-            wholes = exchange.gather([member.direction for member in mine])
-            results = results_of([mine[index] for index in exchange.owned], wholes)
-            like = torch.empty(0, dtype=torch.float64 if dtype == torch.float64 else torch.bfloat16, device=device)
-            for member, shard in zip(mine, exchange.scatter(results, like), strict=True):
+            groups = tuple(group for group, _ in member.shards)
+            kinds.setdefault((groups, member.param.dtype, member.direction.device), []).append(member)
+        for (groups, dtype, device), mine in kinds.items():
+            stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
+            self._step_kind(groups, mine, torch.empty(0, dtype=stored, device=device))
+
+    def _step_kind(self, groups: Sequence[dist.ProcessGroup], members: list[Divided], like: Tensor) -> None:
+        """Step the DTensors of one kind. ``like`` has the dtype and the device of O(u)."""
+        costs = [sum(matrix.cost for matrix in member.matrices()) for member in members]
+        owners = owners_of(costs, math.prod(dist.get_world_size(group) for group in groups))
+        rounds = rounds_of([member.param.shape for member in members], owners)
+        parts = [[members[index] for index in indices] for indices in rounds]
+        exchanges = []
+        for part, indices in zip(parts, rounds, strict=True):
+            dims = [[dim for _, dim in member.shards] for member in part]
+            of_part = [owners[index] for index in indices]
+            exchanges.append(ShardExchange(groups, [member.param.shape for member in part], dims, of_part))
+
+        def updates(number: int, wholes: list[Tensor]) -> list[Tensor]:
+            return results_of([parts[number][index] for index in exchanges[number].owned], wholes)
+
+        directions = [[member.direction for member in part] for part in parts]
+        for part, shards in zip(parts, exchanged(exchanges, directions, updates, like), strict=True):
+            for member, shard in zip(part, shards, strict=True):
                 member.step(shard)
-
-    def _step_gathered(self, members: list[Divided]) -> None:
-        """Step DTensors that several dimensions of a mesh divide: all their ranks gather and orthogonalize them."""
-        if not members:
-            return
-        from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415  it takes a second to import
-
-        wholes = []
-        for member in members:
-            given = member.param.detach()
-            given._local_tensor = member.direction
-            wholes.append(given.full_tensor())
-        for member, result in zip(members, results_of(members, wholes), strict=True):
-            mesh, placements = mesh_of(member.param), placements_of(member.param)
-            member.step(local(distribute_tensor(result, mesh, placements, src_data_rank=None)))
 
     def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""

@@ -3,25 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ROUND = 2**22  # elements that travel to a rank together, so that the next ones travel while it computes
+
+Arriving = Callable[[], list[Tensor]]  # waits, and returns what has arrived
+
 
 class ShardExchange:
-    """Gathers each matrix on one rank. Each way takes one all-to-all for all matrices, of this dtype and device.
+    """Gathers each tensor on one rank, and scatters what this rank makes of it. All have one dtype and device.
 
-    The n ranks of the group hold the shards. ``shapes`` are those of the whole tensors, each of which is divided along
-    its dimension of ``dims`` into n parts, as ``torch.chunk`` divides. ``owners`` are the ranks that get them.
+    ``shapes`` are those of the whole tensors. The ranks of the first of ``groups`` divide each along the first of its
+    ``dims``, as ``torch.chunk`` divides; the ranks of the next group divide these parts along the next, and so on.
+    ``owners`` number the ranks of all groups together, those of the last group fastest. Each way takes one all-to-all
+    in each group. :attr:`owned` has the tensors that this rank gets.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, shapes: Sequence[torch.Size], dims: Sequence[int], owners: Sequence[int]
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        shapes: Sequence[Sequence[int]],
+        dims: Sequence[Sequence[int]],
+        owners: Sequence[int],
+    ) -> None:
+        sizes = [dist.get_world_size(group) for group in groups]
+        divided = [list(shapes)]  # before the first division, and after each
+        for level, group in enumerate(groups):
+            rank = dist.get_rank(group)
+            of_level = [each[level] for each in dims]
+            divided.append(
+                [_part(shape, dim, rank, sizes[level]) for shape, dim in zip(divided[-1], of_level, strict=True)]
+            )
+        self._hops: list[_Hop] = []
+        self.owned = list(range(len(shapes)))
+        for level in reversed(range(len(groups))):
+            places = [owners[index] // math.prod(sizes[level + 1 :]) % sizes[level] for index in self.owned]
+            of_level = [dims[index][level] for index in self.owned]
+            self._hops.append(_Hop(groups[level], [divided[level][index] for index in self.owned], of_level, places))
+            self.owned = [self.owned[index] for index in self._hops[-1].owned]
+
+    def gather(self, shards: Sequence[Tensor]) -> Arriving:
+        """The whole tensors that this rank owns, in the order of ``owned``, from the shards of all. Collective."""
+        arriving = self._hops[0].gather(shards)
+
+        def wait() -> list[Tensor]:
+            parts = arriving()
+            for hop in self._hops[1:]:
+                parts = hop.gather(parts)()
+            return parts
+
+        return wait
+
+    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> Arriving:
+        """This rank's shards of all tensors, from ``wholes`` in the order of ``owned``. Collective.
+
+        ``like`` has the dtype and the device, because a rank may own none.
+        """
+        for hop in reversed(self._hops[1:]):
+            wholes = hop.scatter(wholes, like)()
+        return self._hops[0].scatter(wholes, like)
+
+
+class _Hop:
+    """The exchange between the ranks of one group. ``owners`` are ranks of the group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, shapes: Sequence[Sequence[int]], dims: Sequence[int], owners: Sequence[int]
     ) -> None:
         self._group, self._num, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self._layouts, self._owners = list(zip(shapes, dims, strict=True)), list(owners)
+        self._layouts = list(zip(shapes, dims, strict=True))
         self._order = sorted(range(len(owners)), key=lambda index: owners[index])  # of what is sent: owner by owner
         self.owned = [index for index in self._order if owners[index] == self._rank]
         self._of_owned = [sum(math.prod(self._shape(index, rank)) for index in self.owned) for rank in range(self._num)]
@@ -31,27 +85,29 @@ class ShardExchange:
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""
-        shape, dim = self._layouts[index]
-        chunk = -(-shape[dim] // self._num)
-        return (*shape[:dim], max(0, min(chunk, shape[dim] - rank * chunk)), *shape[dim + 1 :])
+        return _part(*self._layouts[index], rank, self._num)
 
-    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors that this rank owns, in the order of ``owned``, from the shards of all. Collective."""
+    def gather(self, shards: Sequence[Tensor]) -> Arriving:
+        if not self._order:
+            return list
         sent = torch.cat([shards[index].reshape(-1) for index in self._order])
         received = sent.new_empty(sum(self._of_owned))
-        dist.all_to_all_single(received, sent, self._of_owned, self._of_shards, group=self._group)
-        parts: dict[int, list[Tensor]] = {index: [] for index in self.owned}
-        for rank, row in enumerate(received.split(self._of_owned)):
-            sizes = [math.prod(self._shape(index, rank)) for index in self.owned]
-            for index, part in zip(self.owned, row.split(sizes), strict=True):
-                parts[index].append(part.view(self._shape(index, rank)))
-        return [torch.cat(parts[index], dim=self._layouts[index][1]) for index in self.owned]
+        work = dist.all_to_all_single(received, sent, self._of_owned, self._of_shards, group=self._group, async_op=True)
 
-    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-        """This rank's shards of all tensors, from ``wholes`` in the order of ``owned``. Collective.
+        def wait() -> list[Tensor]:
+            work.wait()
+            parts: dict[int, list[Tensor]] = {index: [] for index in self.owned}
+            for rank, row in enumerate(received.split(self._of_owned)):
+                sizes = [math.prod(self._shape(index, rank)) for index in self.owned]
+                for index, part in zip(self.owned, row.split(sizes), strict=True):
+                    parts[index].append(part.view(self._shape(index, rank)))
+            return [torch.cat(parts[index], dim=self._layouts[index][1]) for index in self.owned]
 
-        ``like`` has the dtype and the device, because a rank may own none.
-        """
+        return wait
+
+    def scatter(self, wholes: Sequence[Tensor], like: Tensor) -> Arriving:
+        if not self._order:
+            return list
         parts: list[list[Tensor]] = [[] for _ in range(self._num)]
         for index, whole in zip(self.owned, wholes, strict=True):
             dim = self._layouts[index][1]
@@ -60,7 +116,61 @@ class ShardExchange:
                 parts[rank].append(part.reshape(-1))
         sent = torch.cat([like.new_empty(0), *(part for row in parts for part in row)])
         received = like.new_empty(sum(self._of_shards))
-        dist.all_to_all_single(received, sent, self._of_shards, self._of_owned, group=self._group)
-        sizes = [math.prod(self._shape(index, self._rank)) for index in self._order]
-        found = dict(zip(self._order, received.split(sizes), strict=True))
-        return [found[index].view(self._shape(index, self._rank)) for index in range(len(found))]
+        work = dist.all_to_all_single(received, sent, self._of_shards, self._of_owned, group=self._group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            work.wait()
+            sizes = [math.prod(self._shape(index, self._rank)) for index in self._order]
+            found = dict(zip(self._order, received.split(sizes), strict=True))
+            return [found[index].view(self._shape(index, self._rank)) for index in range(len(found))]
+
+        return wait
+
+
+def exchanged(
+    exchanges: Sequence[ShardExchange],
+    shards: Sequence[Sequence[Tensor]],
+    compute: Callable[[int, list[Tensor]], list[Tensor]],
+    like: Tensor,
+) -> Iterator[list[Tensor]]:
+    """This rank's shards of the results, round by round. Collective.
+
+    ``shards`` are what each round sends, and ``compute`` makes the results of a round from its whole tensors. While it
+    computes, the shards of the next round and the results of the last one travel.
+    """
+    coming = exchanges[0].gather(shards[0])
+    back: Arriving | None = None
+    for number, exchange in enumerate(exchanges):
+        arrived = coming
+        if number + 1 < len(exchanges):
+            coming = exchanges[number + 1].gather(shards[number + 1])
+        following = exchange.scatter(compute(number, arrived()), like)
+        if back is not None:
+            yield back()
+        back = following
+    if back is not None:
+        yield back()
+
+
+def rounds_of(shapes: Sequence[Sequence[int]], owners: Sequence[int]) -> list[list[int]]:
+    """The tensors that travel together. A round brings a rank one tensor, or several of :data:`ROUND` elements in all.
+
+    Equal shapes stand together, because Muon orthogonalizes them as a batch.
+    """
+    rounds: list[list[int]] = []
+    last: dict[int, tuple[int, int]] = {}  # the last round of each rank, and its elements
+    for index in sorted(range(len(shapes)), key=lambda index: (-math.prod(shapes[index]), tuple(shapes[index]))):
+        number, numel = last.get(owners[index], (0, 0))
+        size = math.prod(shapes[index])
+        if numel and numel + size > ROUND:
+            number, numel = number + 1, 0
+        last[owners[index]] = number, numel + size
+        rounds.extend([] for _ in range(number + 1 - len(rounds)))
+        rounds[number].append(index)
+    return rounds
+
+
+def _part(shape: Sequence[int], dim: int, rank: int, num: int) -> tuple[int, ...]:
+    """The shape of a rank's part."""
+    chunk = -(-shape[dim] // num)
+    return (*shape[:dim], max(0, min(chunk, shape[dim] - rank * chunk)), *shape[dim + 1 :])

@@ -54,18 +54,24 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
 
 
 def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int]]:
-    """The ranks that have shards of a DTensor, and the dimension that they divide, for each such dimension of the mesh.
+    """The ranks that have shards of a DTensor, and the dimension that they divide: the first division first.
 
-    ValueError if the only such dimension divides it in another way than ``torch.chunk``.
+    ValueError if a dimension of the mesh divides it in another way than ``torch.chunk`` divides what it gets.
     """
     mesh, placements = mesh_of(tensor), placements_of(tensor)
     dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
-    if len(dims) == 1 and type(placements[dims[0]]).__name__ != "Shard":
+    plain = [dim for dim in dims if type(placements[dim]).__name__ == "Shard"]
+    late = [dim for dim in dims if dim not in plain]  # FSDP divides what tensor parallelism has divided
+    after = [
+        math.prod(mesh.size(it) for it in plain if it > dim and placements[it].dim == placements[dim].dim)
+        for dim in late
+    ]
+    if len(late) > 1 or after != [placements[dim].split_factor for dim in late] or after == [1]:
         raise ValueError(
             f"parameter {name} is laid out as {placements}, and Muon takes what torch.chunk divides: put it in a group "
             "with rule='adamw'"
         )
-    return [(mesh.get_group(dim), placements[dim].dim) for dim in dims]
+    return [(mesh.get_group(dim), placements[dim].dim) for dim in [*plain, *late]]
 
 
 def first_of_shard(tensor: Any) -> int:

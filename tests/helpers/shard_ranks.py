@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon, matrices
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedOptimizer, FusedSGD, Muon, matrices, shard_exchange
+from ddpcore.optim import muon as muon_module
 from helpers import shard_checkpoint_ranks
 from helpers.ranks import join
 
@@ -100,19 +101,51 @@ MATRICES["grouped"] = (16, 6)  # eight rows of queries, four of keys and four of
 BLOCK_STEPS, PERIOD, BLOCK_LR = 5, 3, 0.5
 
 
-def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
-    """Muon on shards of rows and of columns, and on whole matrices, and how many matrices this rank orthogonalized."""
-    found, counts = {}, []
-    real = matrices.orthogonalize
+def part(value: Tensor, place: int) -> Tensor:
+    """One of two parts, as torch.chunk divides."""
+    half = -(-len(value) // 2)
+    return value[place * half : (place + 1) * half]
+
+
+def fsdp_and_tensor(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 divides what tensor parallelism has divided."""
+    data, tensor = mesh.get_coordinate()
+    mine, places = part(part(value, tensor), data).clone(), [_StridedShard(0, split_factor=2), Shard(0)]
+    return DTensor.from_local(mine, mesh, places, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def whole_of_both(tensor: DTensor) -> Tensor:
+    """The whole of :func:`fsdp_and_tensor`: ``full_tensor`` has other rows where a number of rows is uneven."""
+    parts: list[Tensor] = [torch.empty(0)] * 4
+    dist.all_gather_object(parts, tensor.to_local())
+    return torch.cat([parts[0], parts[2], parts[1], parts[3]])
+
+
+def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Any]]:
+    """Muon on shards and on whole matrices, how many matrices this rank orthogonalized, and when it sent something."""
+    found, counts, events = {}, [], []
+    real, send, size, compute = (
+        matrices.orthogonalize,
+        dist.all_to_all_single,
+        shard_exchange.ROUND,
+        muon_module.results_of,
+    )
     matrices.orthogonalize = lambda stack, **more: (counts.append(len(stack)), real(stack, **more))[1]
+    muon_module.results_of = lambda *words: (events.append("compute"), compute(*words))[1]
+    dist.all_to_all_single = lambda *words, **more: (events.append("send"), send(*words, **more))[1]
     for name, mesh, places in (
         ("whole", None, []), ("rows", meshes["4"], [Shard(0)]), ("columns", meshes["2"], [Shard(1)]),
         ("hsdp", meshes["2x2"], [Replicate(), Shard(0)]), ("replicas", meshes["4"], [Replicate()]),
         ("both", meshes["2x2"], [Shard(0), Shard(0)]), ("rows and columns", meshes["2x2"], [Shard(0), Shard(1)]),
+        ("fsdp and tensor", meshes["2x2"], []), ("columns and rows", meshes["2x2"], [Shard(1), Shard(0)]),
     ):  # fmt: skip
         if mesh is not None and mesh.get_coordinate() is None:
             continue
         make = (lambda value: value.clone()) if mesh is None else (lambda value, m=mesh, p=places: spread(value, m, p))
+        join = whole
+        if name == "fsdp and tensor":
+            make, join = (lambda value, m=mesh: fsdp_and_tensor(value, m)), whole_of_both
+        shard_exchange.ROUND = size if name in ("columns", "both") else 1  # else a round for each matrix
         draw = torch.Generator().manual_seed(0)
         weights = {key: nn.Parameter(make(torch.randn(shape, generator=draw))) for key, shape in MATRICES.items()}
         plain = [weights[key] for key in ("wide", "tall", "uneven", "few")]
@@ -121,14 +154,21 @@ def muon(meshes: dict[str, DeviceMesh]) -> dict[str, dict[str, Tensor]]:
         groups.append({"params": [weights["experts"]], "batched": True})
         optimizer = Muon(groups, lr=0.1, ns_dtype=torch.float32)
         counts.clear()
+        events.clear()
         for _ in range(STEPS):
             for key, shape in MATRICES.items():
                 weights[key].grad = make(torch.randn(shape, generator=draw))
             optimizer.step()
-        found[name] = {key: whole(weight) for key, weight in weights.items()} | {"count": torch.tensor(sum(counts))}
-        kept = {key: whole(optimizer.state[weight]["momentum_buffer"]) for key, weight in weights.items()}
+        found[name] = {key: join(weight.detach()) for key, weight in weights.items()}
+        found[name] |= {"count": sum(counts), "events": events.copy()}
+        kept = {key: join(optimizer.state[weight]["momentum_buffer"]) for key, weight in weights.items()}
         found[name] |= {f"momentum of {key}": value for key, value in kept.items()}
-    matrices.orthogonalize = real
+    matrices.orthogonalize, dist.all_to_all_single, shard_exchange.ROUND, muon_module.results_of = (
+        real,
+        send,
+        size,
+        compute,
+    )
     return found
 
 

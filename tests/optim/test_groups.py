@@ -182,14 +182,15 @@ def test_models_of_the_package(name):
 # ---- joint projections ----
 
 
-def test_parts_of_a_parameter_are_matrices_of_their_own():
-    """``split=3`` gives the weights of three parameters."""
+@pytest.mark.parametrize("option", ["split", "num_heads"])
+def test_parts_of_a_parameter_are_matrices_of_their_own(option: str):
+    """``split=3`` gives the weights of three parameters, and so do three heads."""
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(12, 5, generator=generator), torch.randn(4, 12, 5, generator=generator)
     joint = nn.Parameter(start.clone())
     apart = [nn.Parameter(part.clone()) for part in start.chunk(3)]
     for ns_dtype in (torch.bfloat16, torch.float32):
-        together = Muon([{"params": [joint], "split": 3}], lr=0.1, ns_dtype=ns_dtype)
+        together = Muon([{"params": [joint], option: 3}], lr=0.1, ns_dtype=ns_dtype)
         each = Muon(apart, lr=0.1, ns_dtype=ns_dtype)
         for grad in grads:
             joint.grad = grad.clone()
@@ -207,6 +208,15 @@ def test_parts_of_a_parameter_are_matrices_of_their_own():
 def test_splits_that_do_not_fit_are_refused(split: Any, message: str):
     with pytest.raises(ValueError, match=message):
         Muon([{"params": [("w", nn.Parameter(torch.ones(12, 5)))], "split": split}])
+
+
+def test_heads_and_parts_are_one_option():
+    joint = nn.Parameter(torch.ones(12, 5))
+    optimizer = Muon([{"params": [joint], "num_heads": 4}])
+    assert optimizer.param_groups[0]["split"] == 4
+    assert "num_heads" not in optimizer.state_dict()["param_groups"][0]
+    with pytest.raises(ValueError, match="a group has split= and num_heads=: give one"):
+        Muon([{"params": [joint], "num_heads": 4, "split": 3}])
 
 
 # ---- the table ----

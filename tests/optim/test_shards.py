@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers import ranks, shard_checkpoint_ranks
-from helpers.shard_ranks import BLOCK_LR, OPTIMIZERS, PERIOD, drawn
+from helpers.shard_ranks import BLOCK_LR, OPTIMIZERS, PERIOD, STEPS, drawn
 
 LAYOUTS = [
     *((size, layout) for size in ("2", "4") for layout in ("fsdp", "mixed")),
@@ -113,21 +113,48 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(seen):
         torch.testing.assert_close(found["stepped"], torch.full((8, 4), 0.9))
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "hsdp", "replicas", "both", "rows and columns"])
+LAYOUTS_OF_MUON = [
+    "rows",
+    "columns",
+    "hsdp",
+    "replicas",
+    "both",
+    "rows and columns",
+    "columns and rows",
+    "fsdp and tensor",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_MUON)
 def test_muon_on_shards_is_muon_on_whole_matrices(layout, seen):
-    """Products of a batch of another size may be added in another order. The update is rounded to bfloat16."""
+    """Products of a batch of another size may be added in another order. The update is rounded to bfloat16.
+
+    Each matrix is orthogonalized once, and by one rank of those that divide it.
+    """
     counts = []
     for rank in seen:
         if layout not in rank["muon"]:
             continue
         found, wanted = dict(rank["muon"][layout]), rank["muon"]["whole"]
-        counts.append(int(found.pop("count")))
+        counts.append(found.pop("count"))
+        del found["events"]
         for key, value in found.items():
             atol = 1e-6 if key.startswith("momentum") else 3 * 0.1 * 2 / 256  # steps x lr x scale x half a unit
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=atol, msg=key)
-    num = int(seen[0]["muon"]["whole"]["count"])
-    assert sum(counts) == {"rows": num, "columns": num, "hsdp": 2 * num}.get(layout, 4 * num)
-    assert max(counts) < num or sum(counts) == 4 * num, "one rank did all the work"
+    num = seen[0]["muon"]["whole"]["count"]
+    assert sum(counts) == {"hsdp": 2 * num, "replicas": 4 * num}.get(layout, num)
+    assert max(counts) < num or layout == "replicas", "one rank did all the work"
+
+
+def test_the_next_matrix_travels_while_one_is_orthogonalized(seen):
+    """With a round for each matrix: two are sent before the first is computed, and then the next before a result."""
+    for rank in seen:
+        events = rank["muon"]["rows"]["events"]
+        num = events.count("compute") // STEPS
+        assert num > 1, "one round"
+        of_round = ["compute", "send", "send"]  # the result, and the matrix after the next
+        of_step = ["send", "send", *of_round * (num - 2), "compute", "send", "compute", "send"]
+        assert events == of_step * STEPS
 
 
 def orthogonal(u: Tensor) -> Tensor:
