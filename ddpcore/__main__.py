@@ -11,11 +11,7 @@ from difflib import get_close_matches
 # command -> module, words that come before the user's, one line of help
 COMMANDS = {
     "demo": ("ddpcore.bench", ("demo",), "one minute: why averaging weights trains at larger learning rates"),
-    "doctor": (
-        "ddpcore.bench",
-        ("doctor",),
-        "what is wrong with these hosts and their network, and which strategy suits",
-    ),
+    "doctor": ("ddpcore.bench", ("doctor",), "what is wrong with hosts and their network, and which strategy suits"),
     "launch": ("ddpcore.integrations.slurm", (), "write or submit a Slurm job that runs a command of ddpcore"),
     "bench": ("ddpcore.bench", (), "compare strategies, optimizers, bucket sizes and transports on this machine"),
     "train": ("ddpcore.training", (), "a whole training run from one config"),

@@ -1,12 +1,13 @@
 """Fused LAMB in torchtitan: a container of optimizers that knows the names of ddpcore.
 
 torchrun --nproc-per-node 8 -m torchtitan.train --module examples.torchtitan_lamb --config llama3_debugmodel_lamb
-python examples/torchtitan_lamb.py        its debug model in a plain loop on a CPU, because torchtitan needs a GPU
+python examples/torchtitan_lamb.py    the debug model without torchtitan's trainer, which needs a GPU
+A CPU build of torch has no triton, which torchtitan imports: pip install torchtitan triton
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,9 +41,7 @@ def lamb(lr: float) -> FusedOptimizers.Config:
 
 def llama3_debugmodel_lamb() -> Any:
     """The config of torchtitan's debug model, with LAMB."""
-    config = llama3_debugmodel()
-    config.optimizer = lamb(lr=4e-3)
-    return config
+    return replace(llama3_debugmodel(), optimizer=lamb(lr=4e-3))
 
 
 class Causal(nn.Module):

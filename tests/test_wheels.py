@@ -64,11 +64,20 @@ def test_one_folder_holds_all_and_the_script_says_how_to_choose(
 def test_the_compiler_comes_from_packages_where_no_toolkit_fits(
     script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no /usr/local/cuda-13
-    assert script["toolkit_for"]("13", "python") == "/packages/nvidia/cu13"
+    real = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, name: [] if self == Path("/usr/local") else real(self, name))
+    run(script, monkeypatch, "13")
     assert any("nvidia-cuda-nvcc==13.0.*" in line for line, _ in script["seen"])
+    assert script["seen"][-1][1]["CUDA_HOME"] == "/packages/nvidia/cu13"
+
+
+def test_a_missing_toolkit_is_said_before_anything_is_downloaded_or_built(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(SystemExit, match=re.escape("no nvcc of CUDA 12, and PyPI has none")):
-        script["toolkit_for"]("12", "python")
+        run(script, monkeypatch, "13", "12")
+    assert not any("pip" in line for line, _ in script["seen"])
+    assert not list((tmp_path / "dist").glob("*.whl"))
 
 
 def test_no_source_distribution(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

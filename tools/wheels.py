@@ -57,8 +57,8 @@ def python_for(cuda: str) -> str:
     return str(python)
 
 
-def toolkit_for(cuda: str, python: str) -> str:
-    """The folder of the toolkit of this CUDA. SystemExit if there is none."""
+def toolkit_of(cuda: str) -> str | None:
+    """The folder of the installed toolkit of this CUDA; None if PyPI has its compiler. SystemExit if there is none."""
     folders = [os.environ.get("CUDA_HOME"), *sorted(map(str, Path("/usr/local").glob(f"cuda-{cuda}*")), reverse=True)]
     for folder in folders:
         if folder and Path(folder, "bin", "nvcc").is_file():
@@ -70,6 +70,11 @@ def toolkit_for(cuda: str, python: str) -> str:
             f"wheels: no nvcc of CUDA {cuda}, and PyPI has none (nvidia-cuda-nvcc-cu{cuda} has ptxas alone): install "
             f"the toolkit of CUDA {cuda} and set CUDA_HOME to its folder"
         )
+    return None
+
+
+def compiler_from_pypi(cuda: str, python: str) -> str:
+    """Install the compiler packages of this CUDA beside its torch, and return their folder."""
     output(python, "-m", "pip", "install", "-q", *COMPILER[cuda])
     home = output(python, "-c", f"import sysconfig; print(sysconfig.get_paths()['purelib'] + '/nvidia/cu{cuda}')")
     link = Path(home, "lib", "libcudart.so")
@@ -78,12 +83,12 @@ def toolkit_for(cuda: str, python: str) -> str:
     return home
 
 
-def build(source: Path, cuda: str | None) -> Path:
-    """Build one wheel into dist/, and return its path."""
+def build(source: Path, cuda: str | None, home: str | None) -> Path:
+    """Build one wheel into dist/ with the toolkit in a folder, and return its path."""
     python, variables = sys.executable, {"DDPCORE_CUDA": "0", "DDPCORE_LOCAL_VERSION": ""}
     if cuda is not None:
         python = python_for(cuda)
-        home = toolkit_for(cuda, python)
+        home = home or compiler_from_pypi(cuda, python)
         variables = {"DDPCORE_CUDA": "1", "DDPCORE_LOCAL_VERSION": f"cu{cuda}", "CUDA_HOME": home}
     for old in wheels(cuda):
         old.unlink()
@@ -108,8 +113,9 @@ def main() -> None:
     sources = sorted((ROOT / "dist").glob("*.tar.gz"))
     if len(sources) != 1:
         raise SystemExit("wheels: dist/ must hold one source distribution: run 'make sdist' first")
-    for cuda in (None, *options.cuda):
-        wheel = build(sources[0], cuda)
+    homes = {None: None, **{cuda: toolkit_of(cuda) for cuda in options.cuda}}  # what is missing is said first
+    for cuda, home in homes.items():
+        wheel = build(sources[0], cuda, home)
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**20:.1f} MB", flush=True)
     version = sources[0].name.removeprefix("ddpcore-").removesuffix(".tar.gz")
     print(f"pip install --find-links dist ddpcore==={version}")

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if a rank failed, 2 if the command line is wrong, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and not words[0].startswith("-") and "=" not in words[0] else ""
-    program = "ddpcore bench"
+    program = f"ddpcore {name}" if name in ("demo", "doctor") else "ddpcore bench"
     started = False
     try:
         with extra("bench"):
@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")
         kind = COMMANDS[name]
-        program = f"ddpcore {name}" if name in ("demo", "doctor") else f"{program} {name}".rstrip()
+        if program == "ddpcore bench":
+            program = f"{program} {name}".rstrip()
         abouts = {name: (kind.options.__doc__ or "").splitlines() for name, kind in COMMANDS.items() if name}
         others = " ".join(f"{name}: {lines[0]}" for name, lines in abouts.items())
         prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {others}"

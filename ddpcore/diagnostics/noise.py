@@ -35,7 +35,7 @@ class NoiseStatistics:
         handle: what ``distribute`` returned, or the model of a loop on one device.
         every: steps from one record to the next.
         batch_size: b, samples of one learner's gradient (on one device: of one backward pass). 1 gives noise scales in
-            units of such batches.
+            units of such batches. Gradients do not show a wrong number: noise scales are then wrong by its factor.
         loss: recomputes the loss of the current batch, ``lambda: loss_fn(handle.model(x), y)``; with virtual learners
             the sum over learners. It is called at the mean weights, with the random state of the step's own forward
             pass. If the step accumulates gradients, it must yield the same parts. With it the noise scale of every

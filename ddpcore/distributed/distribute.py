@@ -62,7 +62,7 @@ def distribute(
         on_nonfinite: ``raise``, ``skip`` or ``quarantine``, if a gradient is not finite: see docs/reliability.md.
 
     Returns:
-        A handle with ``.model`` to call. That of virtual learners takes ``[learners, batch, ...]``: add their losses.
+        A handle. Virtual learners: ``handle.backward`` takes the losses of ``handle.model([learners, batch, ...])``.
 
     ValueError: the arguments do not fit together.
     """

@@ -120,8 +120,8 @@ class Distributed:
         push_sum weights learners by their push weights p: ``sum_j p_j z_j / sum_j p_j``, which mixing preserves.
 
         Args:
-            batch_norm: ``average`` floating-point buffers, keep the ``local`` ones, or ``recalibrate`` batch
-                normalisation with the averaged weights.
+            batch_norm: ``average``: the mean of all learners' buffers. ``local``: the buffers of this rank.
+                ``recalibrate``: statistics of batch normalization, computed again with the averaged weights.
             batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
 
         ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.

@@ -40,8 +40,8 @@ class ExactDiffusion(Strategy):
     A disagreement that W multiplies by l follows the roots of ``z^2 - 2 v z + v``, with v the eigenvalue of V. They
     are inside the unit circle if v > -1/3. This needs a symmetric W that is the same at every step.
 
-    The equations are those in the source of BlueFog's example ``pytorch_optimization.py``. The papers were not read:
-    D2's equation is second-hand, and that it equals V = W is tested here.
+    The equations are those in the source of BlueFog's example ``pytorch_optimization.py``. The papers were not read.
+    D2's equation is as others cite it, and a test shows that it is exact diffusion with V = W.
 
     Args:
         topology: W, with period 1; None is ``Ring()``.

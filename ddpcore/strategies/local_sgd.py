@@ -61,9 +61,9 @@ class LocalSGD(GradientAverages):
       (:class:`~ddpcore.NoLoCo`). With ``group`` besides, W has a row for each group.
 
     Args:
-        period: H, local steps between two averages; 1 averages after every step. A schedule, a function from the step
-            or :class:`~ddpcore.Milestones`, gives the length of the round that begins there: ``[[0, 64], [640, 1]]``
-            averages ten times in 640 steps, and then in every step. Without fragments and ``warmup_steps``.
+        period: H, local steps between two averages; 1 averages after every step. A schedule (a function from the step,
+            or :class:`~ddpcore.Milestones`) gives the length of the round that begins there: ``[[0, 64], [640, 1]]``
+            averages ten times in 640 steps, and then in every step. It excludes fragments and ``warmup_steps``.
         warmup_steps: while t is below it, the period grows from 1 to H by doubling (Lin et al. 2020, "local step
             warm-up").
         switch_step: post-local SGD (Lin et al. 2020): this many first steps average gradients, as ssgd does. ``period``
@@ -77,8 +77,8 @@ class LocalSGD(GradientAverages):
             sends fewer bytes at once. A number divides the parameters by size, and lists of names by module:
             ``[["layer1"], ["layer2", "head"]]``. The last fragment comes first in the period.
         overlap: tau, steps between the start of an average and the step that uses it. The average is of the weights
-            before these steps, so it travels meanwhile. Changes of these steps, also your own, are kept in the share
-            ``alpha`` only.
+            before these steps, so it travels meanwhile. Of what these steps change, also by your own code, only the
+            share ``alpha`` stays.
         alpha: the share of a learner's own weights when it takes the result: ``w_j <- phi + alpha (w_j - phi)``. It may
             be a schedule, too.
         compression: a codec, its name, or a mapping of its name and settings, for the changes ``phi - w_j``, which all

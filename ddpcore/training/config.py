@@ -40,8 +40,8 @@ _A_RUN = "a training run"
 class TrainConfig:
     """A training run. The constructor checks everything that can be checked without reading data.
 
-    The names of models, data sets, optimizers, schedules, strategies and topologies each are the name of a part of
-    ddpcore or of an installed package, or your own part as ``module:attribute``, see :mod:`ddpcore.options.registry`.
+    A model, data set, optimizer, schedule, strategy or topology is given by its name: of a part of ddpcore or of an
+    installed package, or ``module:attribute`` of your own, see :mod:`ddpcore.options.registry`.
     ValueError: a field is wrong; the message has its key, its value, and what to do.
     """
 

@@ -156,8 +156,9 @@ def _train(
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
         writer = stack.enter_context(_writer(placement, trainer, out, on_record)) if is_first else None
         loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
-        if resume and trainer.num_steps and is_first and announce:
-            warn(f"going on after step {trainer.num_steps} of {loop.total_steps}")
+        if is_first and announce:
+            begin = f", going on after step {trainer.num_steps} of {loop.total_steps}" if trainer.num_steps else ""
+            warn(f"threads: {torch.get_num_threads()}{begin}")
         ended = loop.run(stop_signal)
         if loop.writer is not None:
             (out / ADDRESS).unlink(missing_ok=True)

@@ -22,14 +22,16 @@ RUN = ["model=mlp", "data=digits", "strategy=dpsgd", "optimizer.momentum=0.9", "
 def test_virtual_learners_and_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--out", str(tmp_path / "run"), *RUN, "strategy.learners=4"]
     assert main(words) == 0
-    assert "finished step 20, accuracy" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "finished step 20, accuracy" in said.out
+    assert f"\nddpcore: threads: {RunRecord.read(tmp_path / 'run').header['threads']}\n" in said.err
     config = RunRecord.read(tmp_path / "run").header["config"]
     assert (config["strategy"]["learners"], config["optimizer"]["momentum"]) == (4, 0.9)
     assert main(words) == 2  # the folder holds the run
     assert main([*words, "--resume"]) == 0
     capsys.readouterr()
     assert main([*words, "run.epochs=3", "--resume"]) == 0
-    assert "going on after step 20 of 30\n" in capsys.readouterr().err
+    assert ", going on after step 20 of 30\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
