@@ -222,7 +222,7 @@ class Loop:
                 loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_found)
                 self._write_rows(num_found, self._changes())
                 if self.writer is not None:
-                    reached = "" if progress.accuracy is None else f", accuracy {100 * progress.accuracy:.2f} %"
+                    reached = "" if progress.accuracy is None else f", last evaluated {100 * progress.accuracy:.2f} %"
                     epoch = 1 + self.batches.epoch(step - 1)
                     self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
                 if self.steps is not None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ddpcore.bench.topology import TopologyConfig, measure
-from ddpcore.options.keys import parse_settings, put
-from ddpcore.records.config import BOOKKEEPING
+from ddpcore.options.keys import dotted, parse_settings, put
+from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
 from ddpcore.report.__main__ import main
-from ddpcore.report.groups import grouped
+from ddpcore.report.groups import config_of, constants, grouped
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import read_sources
 from ddpcore.storage.json_lines import write_json
@@ -324,6 +324,19 @@ def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> 
     assert len(grouped(runs)) == 1
     put(runs[-1].header["config"], "data.accumulation", 2)
     assert [group.name for group in grouped(runs)] == ["accumulation=1", "accumulation=2"]
+
+
+def test_a_run_of_version_0_2_is_in_one_group_with_a_run_of_today(make_run: Make) -> None:
+    """It lacks the fields that came later, which have their defaults in the other run, and are no options of a part."""
+    folders = [make_run("today"), make_run("before")]
+    runs = read_sources(folders).runs
+    config = runs[1].header["config"]
+    new = [key for key in dotted(config) if key not in KEYS_0_2.values()]
+    for key in new:
+        section, _, field = key.partition(".")
+        del config[section][field]
+    assert len(grouped(runs)) == 1
+    assert new and not any(key.partition(".")[2] in constants([config_of(run) for run in runs]) for key in new)
 
 
 def test_groups_by_a_field(make_run: Make) -> None:
