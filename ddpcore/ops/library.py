@@ -51,7 +51,7 @@ def load() -> str | None:
     try:
         torch.ops.load_library(str(LIBRARY_FILE))
     except OSError as error:
-        return f"torch {torch.__version__} cannot load {LIBRARY_FILE}: {error}; rebuild ddpcore"
+        return f"torch {torch.__version__} cannot load {LIBRARY_FILE}: {error}; rebuild it or take another wheel"
     return None
 
 
