@@ -170,7 +170,7 @@ int64_t tile_columns(int64_t num_learners, bool distances) {
     static_assert(kLine % kLanes == 0);
     int64_t columns = kBlock;
     while (columns > kLine && columns * num_learners > kStackTile) columns /= 2;
-    while (!distances && columns > 128 && columns * num_learners > kBlock) columns /= 2;
+    while (!distances && columns > 128 && columns * num_learners > kBlock / 2) columns /= 2;
     return columns;
 }
 
