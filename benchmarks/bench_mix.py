@@ -56,8 +56,13 @@ def mix_stacked_eager(weights: Tensor, matrix: Tensor) -> Tensor:
     return distances
 
 
-def mix_stacked(numel: int, options: argparse.Namespace, num_learners: int = NUM_LEARNERS) -> Case:
-    """Learners on a ring with ``numel`` elements in all. Each is read and written once: 8 bytes an element in fp32."""
+def mix_stacked(
+    numel: int, options: argparse.Namespace, num_learners: int = NUM_LEARNERS, *, distances: bool = True
+) -> Case:
+    """Learners on a ring with ``numel`` elements in all. Each is read and written once: 8 bytes an element in fp32.
+
+    Without distances, as virtual learners train, the baseline is the same mix with them.
+    """
     columns = -(-numel // num_learners)
     left, right = randn(columns, options, num_learners), randn(columns, options, num_learners)
     ranks = torch.arange(num_learners)
@@ -67,12 +72,17 @@ def mix_stacked(numel: int, options: argparse.Namespace, num_learners: int = NUM
     ring = torch.eye(num_learners, device=options.device, dtype=right.dtype)
     ring = (ring + ring.roll(1, 0) + ring.roll(-1, 0)) / 3
     return Case(
-        f"mix_stacked_, ring of {num_learners}",
-        lambda: ops.mix_stacked_(left, [], *rows),
-        lambda: mix_stacked_eager(right, ring),
-        "torch eager",
+        f"mix_stacked_, ring of {num_learners}" + ", no distances" * (not distances),
+        lambda: ops.mix_stacked_(left, [], *rows, distances=distances),
+        lambda: mix_stacked_eager(right, ring) if distances else ops.mix_stacked_(right, [], *rows),
+        "torch eager" if distances else "with distances",
         2 * itemsize(options) * numel,
     )
+
+
+def mix_stacked_alone(numel: int, options: argparse.Namespace) -> Case:
+    """The mix of virtual learners in training."""
+    return mix_stacked(numel, options, distances=False)
 
 
 def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
@@ -81,4 +91,4 @@ def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
 
 
 if __name__ == "__main__":
-    main(__doc__, [mix, noise, mix_stacked, mix_tall_stack])
+    main(__doc__, [mix, noise, mix_stacked, mix_stacked_alone, mix_tall_stack])

@@ -229,7 +229,7 @@ struct StackedMixArgs {
     int64_t num_learners;
     int64_t numel;
     DType dtype;
-    double* partials;  // scratch [num_blocks, num_learners]: one row a block
+    double* partials;  // scratch [num_blocks, num_learners]: one row a block; on the CPU null for no distances
     double* sums;      // [num_learners]: squared distance of each learner before the mix to the mean
 };
 

@@ -149,12 +149,13 @@ struct StackedMixCall {
     std::vector<const void*> others;
     Tensor partials;
     Tensor sums;
+    bool distances;
     StackedMixArgs args{};
 
     StackedMixCall(
         const Tensor& weights, const Tensors& other_rows, const Tensor& offsets, const Tensor& columns,
-        const Tensor& values)
-        : partials(weights), sums(weights) {  // replaced below, after the checks of the shape
+        const Tensor& values, bool distances)
+        : partials(weights), sums(weights), distances(distances) {  // replaced below, after the checks of the shape
         STD_TORCH_CHECK(weights.dim() == 2, "ddpcore: weights must be [learners, parameters]");
         check_flat(weights, "weights");
         const int64_t num_learners = weights.size(0), numel = weights.size(1);

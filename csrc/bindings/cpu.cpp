@@ -131,8 +131,10 @@ struct Cpu {
     static void run(const Tensor&, const StackedMixCall& call) {
         call.check_entries();
         const int64_t num_blocks = num_blocks_of(call.args.numel);
-        spread(cpu::mix_stacked_, call.args, 0, num_blocks, call.args.numel * call.args.num_learners);
-        cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
+        StackedMixArgs args = call.args;
+        if (!call.distances) args.partials = nullptr;
+        spread(cpu::mix_stacked_, args, 0, num_blocks, args.numel * args.num_learners);
+        if (call.distances) cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
     }
 
     static void segment_norms(const Tensor&, const NormCall& call) {

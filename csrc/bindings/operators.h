@@ -129,10 +129,11 @@ Tensor mix_(
 
 template <typename Backend>
 Tensor mix_stacked_(
-    const Tensor& weights, const Tensors& others, const Tensor& offsets, const Tensor& columns, const Tensor& values) {
-    const StackedMixCall call(weights, others, offsets, columns, values);
+    const Tensor& weights, const Tensors& others, const Tensor& offsets, const Tensor& columns, const Tensor& values,
+    bool distances) {
+    const StackedMixCall call(weights, others, offsets, columns, values, distances);
     Backend::run(weights, call);
-    return call.sums;
+    return distances ? call.sums : new_sums(weights, {0});
 }
 
 template <typename Backend>

@@ -162,13 +162,15 @@ namespace {
 inline constexpr int64_t kStackTile = 32768;  // elements of a tile of columns: 128 KiB, which a core's L2 holds
 
 // The columns of a tile: a power of two that divides the block, and at least a cache line of a row. So a tile of 4096
-// learners has 256 KiB, or 512 KiB if elements have 16 bits.
+// learners has 256 KiB, or 512 KiB if elements have 16 bits. Without distances it fits in L1, because the loops over it
+// are then as fast as L1; a row has at least 128 columns of it, because a processor prefetches shorter ones badly.
 template <typename T>
-int64_t tile_columns(int64_t num_learners) {
+int64_t tile_columns(int64_t num_learners, bool distances) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
     static_assert(kLine % kLanes == 0);
     int64_t columns = kBlock;
     while (columns > kLine && columns * num_learners > kStackTile) columns /= 2;
+    while (!distances && columns > 128 && columns * num_learners > kBlock / 2) columns /= 2;
     return columns;
 }
 
@@ -182,20 +184,12 @@ DDPCORE_INLINE void add_entry(float* __restrict row, bool is_first, float value,
     }
 }
 
-// Mixes one tile of columns. `tile` holds the old rows, so that no new row overwrites an old one that is still needed.
-// The cost is proportional to the number of entries. Adds each row's squared distance to the mean to `sums`.
-template <typename T>
-DDPCORE_INLINE void mix_stacked_tile(
-    const StackedMixArgs& args, int64_t first, int64_t numel, float* __restrict tile, float* __restrict row,
-    double* __restrict sums) {
-    const int64_t n = args.num_learners;
-    T* weights = static_cast<T*>(args.weights) + first;
+// Adds each row's squared distance to the mean of a tile to `sums`.
+DDPCORE_INLINE void add_distances(
+    int64_t n, int64_t numel, const float* __restrict tile, float* __restrict row, double* __restrict sums) {
     for (int64_t i = 0; i < numel; ++i) row[i] = 0.0f;
     for (int64_t j = 0; j < n; ++j) {
-        for (int64_t i = 0; i < numel; ++i) {
-            tile[j * numel + i] = load(weights[j * args.numel + i]);
-            row[i] = row[i] + tile[j * numel + i];
-        }
+        for (int64_t i = 0; i < numel; ++i) row[i] = row[i] + tile[j * numel + i];
     }
     const float share = 1.0f / static_cast<float>(n);
     for (int64_t i = 0; i < numel; ++i) row[i] = share * row[i];
@@ -205,6 +199,20 @@ DDPCORE_INLINE void mix_stacked_tile(
         add_squares(lanes, numel, [=](int64_t i) __attribute__((always_inline)) { return own[i] - row[i]; });
         sums[j] += sum_lanes(lanes);
     }
+}
+
+// Mixes one tile of columns. `tile` holds the old rows, so that no new row overwrites an old one that is still needed.
+// The cost is proportional to the number of entries. Without `sums` it computes no distances, which take longer.
+template <typename T>
+DDPCORE_INLINE void mix_stacked_tile(
+    const StackedMixArgs& args, int64_t first, int64_t numel, float* __restrict tile, float* __restrict row,
+    double* __restrict sums) {
+    const int64_t n = args.num_learners;
+    T* weights = static_cast<T*>(args.weights) + first;
+    for (int64_t j = 0; j < n; ++j) {
+        for (int64_t i = 0; i < numel; ++i) tile[j * numel + i] = load(weights[j * args.numel + i]);
+    }
+    if (sums != nullptr) add_distances(n, numel, tile, row, sums);
     for (int64_t j = 0; j < n; ++j) {
         const int64_t begin = args.offsets[j], end = args.offsets[j + 1];
         if (begin == end) std::fill_n(row, numel, 0.0f);
@@ -226,11 +234,11 @@ DDPCORE_INLINE void mix_stacked_tile(
 DDPCORE_CLONES void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block) {
     with_storage(args.dtype, [&](auto* tag) __attribute__((always_inline)) {
         using T = std::remove_pointer_t<decltype(tag)>;
-        const int64_t n = args.num_learners, width = tile_columns<T>(n);
+        const int64_t n = args.num_learners, width = tile_columns<T>(n, args.partials != nullptr);
         std::vector<float> tile(static_cast<size_t>(n * width)), row(static_cast<size_t>(width));
         for (int64_t block = begin_block; block < end_block; ++block) {
-            double* sums = args.partials + block * n;
-            std::fill_n(sums, n, 0.0);
+            double* sums = args.partials == nullptr ? nullptr : args.partials + block * n;
+            if (sums != nullptr) std::fill_n(sums, n, 0.0);
             const int64_t end = std::min((block + 1) * kBlock, args.numel);
             for (int64_t first = block * kBlock; first < end; first += width) {
                 mix_stacked_tile<T>(args, first, std::min(width, end - first), tile.data(), row.data(), sums);

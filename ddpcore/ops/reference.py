@@ -398,7 +398,15 @@ def mix_(
     return torch.stack(distances) if distances else weights.new_empty((0,), dtype=torch.float64)
 
 
-def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+def mix_stacked_(
+    weights: Tensor,
+    others: Sequence[Tensor],
+    offsets: Tensor,
+    columns: Tensor,
+    values: Tensor,
+    *,
+    distances: bool = True,
+) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.mix_stacked_`."""
     old = [wide_of(row).clone() for row in weights]
     if not old:
@@ -412,7 +420,8 @@ def mix_stacked_(weights: Tensor, others: Sequence[Tensor], offsets: Tensor, col
     for j, row in enumerate(weights):
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
         row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
-    return torch.stack([square_sum(row - mean) for row in old])
+    found = [square_sum(row - mean) for row in old] if distances else []
+    return torch.stack(found) if found else weights.new_empty((0,), dtype=torch.float64)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -136,6 +136,19 @@ TYPED_TEST(MixTest, TallStacks) {
     ASSERT_NO_FATAL_FAILURE(expect_exact_stacked<TypeParam>(300, 133, 0));
 }
 
+TYPED_TEST(MixTest, AStackWithoutDistancesHasTheSameBits) {
+    for (const int64_t num_learners : {1, 2, 5, 40, 300}) {
+        StackedProblem<TypeParam> with(num_learners, 4501, 0, 1), without(num_learners, 4501, 1, 1);
+        with.randomize_matrix();
+        without.randomize_matrix();
+        StackedMixArgs args = without.args();
+        args.partials = nullptr;
+        cpu::mix_stacked_(with.args(), 0, with.num_blocks());
+        cpu::mix_stacked_(args, 0, without.num_blocks());
+        ASSERT_TRUE(without.weights.same_bits(with.weights)) << num_learners << " learners";
+    }
+}
+
 // Each of 4096 learners takes the weights of the next one: exact, whatever the tiles.
 TYPED_TEST(MixTest, ATallStackIsMixedFromTheOldRows) {
     constexpr int64_t kLearners = 4096, kNumel = 70;

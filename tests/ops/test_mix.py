@@ -136,12 +136,14 @@ def test_stacked(numel, num_learners, dtype, device, assert_same_bits, assert_ne
     weights = torch.randn(num_learners, numel).to(dtype).to(device)
     matrix = sparse_matrix(num_learners)
     wide = weights.cpu().double()
-    expected, rows = weights.cpu().clone(), list(weights.clone())
+    expected, rows, alone = weights.cpu().clone(), list(weights.clone()), weights.clone()
     old = [row.clone() for row in rows]
     distances = ops.mix_stacked_(weights, [], *compressed(matrix.to(device)))
     same = reference.mix_stacked_(expected, [], *compressed(matrix))
     assert_same_bits(weights, expected, "weights")
     torch.testing.assert_close(distances.cpu(), same, **SUM)
+    assert ops.mix_stacked_(alone, [], *compressed(matrix.to(device)), distances=False).shape == (0,)
+    assert_same_bits(alone, weights, "weights without distances")
 
     for j, row in enumerate(rows):  # the same as each learner mixing by itself, its peers in ascending order
         peers = [k for k in range(num_learners) if k != j and matrix[j, k] != 0]
@@ -199,12 +201,15 @@ def test_a_stack_of_thousands(assert_same_bits):
     weights = torch.randn(num_learners, 65)
     hops = torch.tensor([0, 1, 64, 1000])
     columns = (torch.arange(num_learners)[:, None] + hops).remainder(num_learners)
-    old, expected = weights.clone(), 0.25 * weights
+    old, alone, expected = weights.clone(), weights.clone(), 0.25 * weights
     for hop in hops[1:].tolist():
         expected = expected + 0.25 * old.roll(-hop, 0)
     values = torch.full((4 * num_learners,), 0.25)
-    distances = ops.mix_stacked_(weights, [], torch.arange(num_learners + 1) * 4, columns.flatten(), values)
+    rows = torch.arange(num_learners + 1) * 4, columns.flatten(), values
+    distances = ops.mix_stacked_(weights, [], *rows)
     assert_same_bits(weights, expected)
+    ops.mix_stacked_(alone, [], *rows, distances=False)
+    assert_same_bits(alone, expected)
     exact = (old.double() - old.double().mean(dim=0)).square().sum(dim=1)
     torch.testing.assert_close(distances, exact, rtol=1e-5, atol=0.0)  # the mean is formed in fp32
 
@@ -260,7 +265,9 @@ def test_opcheck(randn, device):
     elsewhere = {**noise, "out": randn(33)}
     torch.library.opcheck(torch.ops.ddpcore.mix_.default, (randn(33), peers, 0.5, [0.25, 0.25]), elsewhere)
     rows = compressed(sparse_matrix(3, device)[:2])
-    torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (randn(22).view(2, 11), [randn(11)], *rows))
+    for wanted in ({}, {"distances": False}):
+        stack = randn(22).view(2, 11)
+        torch.library.opcheck(torch.ops.ddpcore.mix_stacked_.default, (stack, [randn(11)], *rows), wanted)
 
 
 def test_fake_and_compiled(device, assert_same_bits):
