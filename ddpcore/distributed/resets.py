@@ -55,37 +55,23 @@ class ResetWatch:
         self._sample, self._reset = list(islice(held, _SAMPLE)), set()
         self._known = self._read()
 
-    def note(self, parameter: Tensor) -> None:
-        """A gradient has come, perhaps the first one of a backward pass."""
+    def note(self, parameter: Tensor | None = None) -> None:
+        """A gradient has come, perhaps the first one of a backward pass; None: those of all learners come together."""
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._pass = current
             self._begin_pass(parameter)
 
-    def _begin_pass(self, first: Tensor) -> None:
+    def _begin_pass(self, first: Tensor | None) -> None:
         flat = self._flat()
-        if flat is None:
+        if flat is None or not self._sample:
             return
-        if self._sample:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         now = self._read()
         for own in self._sample:
             others = [(row, index) for row, index in enumerate(own) if flat.parameters[index] is not first]
             grads = [(row, flat.parameters[i].grad) for row, i in others if now.get(i, 0) != self._known.get(i)]
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
             self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
-
-    def note_all(self) -> None:
-        """Gradients of all learners have come together, which is so only if all had some, or none."""
-        now = self._read()
-        for own in self._sample:  # a pass adds one to each version, and setting to zero another one
-            pairs = [(now[index], self._known.get(index, (0, 0))) for index in own]
-            added = [new[1] - old[1] for new, old in pairs if new[0] == old[0]]
-            if len(added) == len(own) and min(added) < max(added):
-                self._reset.update(row for row, number in enumerate(added) if number > min(added))
-                break
-        else:
-            self._reset.update(range(self._num_rows))
-        self._known = now
 
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and those of the others add up."""

@@ -70,7 +70,7 @@ class LoopWatch:
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if self.resets is not None:
-            flat.on_gradients.append(self.resets.note_all)
+            flat.before_gradients = self.resets.note
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
             exclude_from_compilation(sys.modules[__name__], "_note")  # a compiled loop runs it, too
