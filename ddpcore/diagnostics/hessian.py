@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddpcore.diagnostics import spectra
-from ddpcore.diagnostics.passes import Loss, add_, as_it_was, part_products, parts_of, twice_differentiable
+from ddpcore.diagnostics.passes import Loss, add_, as_it_was, part_products, parts_of, slopes_of, twice_differentiable
 from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
 from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
 from ddpcore.options.typed import check_range
@@ -137,7 +137,7 @@ class Hessian:
         if not isinstance(outputs, Tensor):
             raise ValueError("gauss_newton=True: the model must return one tensor")
         dummy = torch.zeros_like(outputs, requires_grad=True)
-        transposed = torch.autograd.grad(outputs, parameters, dummy, create_graph=True, allow_unused=True)
+        transposed = slopes_of(outputs, parameters, dummy)
         leaf = outputs.detach().requires_grad_()
         (slope,) = torch.autograd.grad(data.loss_fn(leaf, targets) * share, leaf, create_graph=True)
         if not slope.requires_grad:  # the loss is linear in the outputs

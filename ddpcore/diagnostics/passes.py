@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -198,10 +200,8 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
     The part must be computed inside :func:`twice_differentiable`. A product is None where autograd knows that it is
     zero, as for a parameter that the part does not use.
     """
-    gradients = torch.autograd.grad(part, parameters, create_graph=True, allow_unused=True)
-    live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
-    if not live:  # the loss is linear in its weights
-        return [None] * len(parameters)
+    gradients = slopes_of(part, parameters, torch.ones_like(part, requires_grad=True))
+    live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None]
     outputs, num = [g for g, _ in live], len(live[0][1])
     rows = [
         torch.autograd.grad(
@@ -210,6 +210,39 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
         for index in range(num)
     ]
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor | None]:
+    """The gradients of ``factor * outputs``, with a graph of ``factor`` and the parameters.
+
+    ValueError: a function of the program has no second derivative, which would be taken for zero.
+    """
+    hooks, waiting, seen, cut = list[Any](), [outputs.grad_fn], set[Any](), list[str]()
+
+    def note(function: Any, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        # What a backward() returns is linear in what it gets, so it has a graph, too.
+        graphs, given_graphs = ({one.requires_grad for one in some if one is not None} for some in (found, given))
+        if function.backward.__code__ is _ONCE or (True in given_graphs and False in graphs):
+            cut.append(function.__name__)
+
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):  # of a program
+                hooks.append(node.register_hook(partial(note, type(node)._forward_cls)))
+    gradients = torch.autograd.grad(outputs, parameters, factor, create_graph=True, allow_unused=True)
+    for hook in hooks:
+        hook.remove()
+    if cut:
+        raise ValueError(
+            f"{cut[0]} of the model has no second derivative, which would be taken for zero: let its backward() "
+            "compute with torch alone, without once_differentiable, detach(), .data and numpy"
+        )
+    return gradients
+
+
+_ONCE = once_differentiable(lambda *_: None).__code__
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tensor | None:

@@ -6,6 +6,7 @@ Shapes: P elements of all parameters that need a gradient.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,7 +95,7 @@ class DataLoss:
     ) -> None:
         self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
         with torch.random.fork_rng(devices=()):  # a DataLoader draws a number
-            self._own = sum(_checked(self.num_samples(inputs), targets) for inputs, targets in batches)
+            self._own = sum(_checked(inputs, targets) for inputs, targets in batches)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.total = int(sum_over(group, torch.tensor([self._own], device=device))[0])
         if not self.total:
@@ -140,10 +141,13 @@ class DataLoss:
             yield self.loss_fn(self.outputs(inputs), targets) * share
 
 
-def _checked(num: int, targets: Any) -> int:
+def _checked(inputs: Any, targets: Any) -> int:
     """The samples of a batch. ValueError: targets have another number, as where time comes before the samples."""
-    rows = len(targets) if isinstance(targets, Tensor) and targets.dim() else 1
-    if rows > 1 and rows % num:  # each sample may have several rows of targets, such as tokens
+    num, rows = DataLoss.num_samples(inputs), len(targets) if isinstance(targets, Tensor) and targets.dim() else 1
+    shapes = [leaf.shape[1:] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    # Each sample may have several rows of targets, such as its tokens or pixels: the first or last dimensions.
+    each = {math.prod(part) for shape in shapes for i in range(len(shape) + 1) for part in (shape[:i], shape[i:])}
+    if rows > 1 and rows not in {num * one for one in each}:
         raise ValueError(
             f"the inputs of a batch have {num} rows and its targets {rows}: pass inputs [samples, ...], also where a "
             "model takes [time, samples, ...]"

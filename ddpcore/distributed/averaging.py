@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ddpcore.comm.base import Communicator
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
+POWER_STEPS = 100  # from averaged vectors, which are near those of the averaged weights
+Average = Callable[[Tensor], Tensor]  # of rows ``[L, X]`` over all learners, as ``Learner.average_of``. Collective.
 BATCH_NORM = ("average", "local", "recalibrate")
 
 
@@ -38,9 +43,10 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
         if id(own[0]) not in flat.index and has_average(own[0]) and own[0].numel()
     ]
     for copied, own in compress(columns, _apart([own for _, own in columns], learner.comm)):
-        copied.data = _mean_of(own, learner.comm)
+        copied.data = _mean_of(own, learner.average_of)
     if batch_norm != "local":
-        average_buffers(list(result.buffers()), learner.models, learner.comm)
+        average_buffers(list(result.buffers()), learner.models, learner.average_of)
+        renew_singular_vectors(result)
     return result
 
 
@@ -62,15 +68,14 @@ class AveragedShards(nn.Module):
         self._frozen: list[tuple[Any, Tensor]] = []  # where learners differ
         frozen = [one for one in model.parameters() if id(one) not in places and has_average(one)]
         for parameter in compress(frozen, _apart([[one] for one in frozen], learner.comm)):
-            row = flat.shards.padded(parameter)
-            learner.comm.average_(row[None]).wait()
+            (row,) = learner.average_of(flat.shards.padded(parameter)[None])
             places[id(parameter)] = row[: local(parameter).numel()].view(local(parameter).shape)
             self._frozen.append((parameter, places[id(parameter)]))
         named = model.named_parameters(remove_duplicate=False)  # tied parameters have two names
         self._averaged = {name: flat.shards.gradient(one, places[id(one)]) for name, one in named if id(one) in places}
         self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if batch_norm != "local":
-            average_buffers(list(self._held.values()), learner.models, learner.comm)
+            average_buffers(list(self._held.values()), learner.models, learner.average_of)
             for buffer in filter(has_average, self._held.values()):  # each rank of a learner has seen its own samples
                 buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
         self.train(model.training)
@@ -119,11 +124,9 @@ def _apart(tensors: Sequence[Sequence[Tensor]], comm: Communicator) -> list[bool
     return list(map(bool, (everyone != everyone[0]).any(dim=0).tolist()))
 
 
-def _mean_of(own: Sequence[Tensor], comm: Communicator) -> Tensor:
-    """The mean over all learners of a tensor that is given for every learner held here. Collective."""
-    rows = torch.stack([one.reshape(-1) for one in own])
-    comm.average_(rows).wait()
-    return rows[0].view(own[0].shape)
+def _mean_of(own: Sequence[Tensor], average: Average) -> Tensor:
+    """The average over all learners of a tensor that is given for every learner held here."""
+    return average(torch.stack([one.reshape(-1) for one in own]))[0].view(own[0].shape)
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -133,11 +136,36 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return (parts * places).sum().remainder(2**52).double()
 
 
-def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], comm: Communicator) -> None:
-    """Overwrite copies of floating-point and complex buffers with their mean over all learners' models. Collective."""
+def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], average: Callable[[Tensor], Tensor]) -> None:
+    """Overwrite copies of floating-point and complex buffers with their mean over all learners' models. Collective.
+
+    ``average`` maps rows of the learners held here to averages over all learners, as ``Learner.average_of``.
+    """
     for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
         if has_average(buffer):
-            buffer.data = _mean_of(own, comm)
+            buffer.data = _mean_of(own, average)
+
+
+def renew_singular_vectors(model: nn.Module) -> None:
+    """Compute the vectors of spectral norms from the averaged weights, where learners had different ones.
+
+    Their averages are shorter than 1, and belong to no weight.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm) and not _is_unit(module, f"{hook.name}_"):
+                for _ in range(POWER_STEPS):
+                    hook.compute_weight(module, do_power_iteration=True)
+        for chain in getattr(module, "parametrizations", {}).values():
+            for place, part in enumerate(chain):
+                if isinstance(part, _SpectralNorm) and hasattr(part, "_u") and not _is_unit(part, "_"):
+                    weight = reduce(lambda value, one: one(value), list(chain)[:place], chain.original)
+                    part._power_method(part._reshape_weight_to_matrix(weight), POWER_STEPS)
+
+
+def _is_unit(owner: nn.Module, prefix: str) -> bool:
+    norms = [getattr(owner, f"{prefix}{name}").norm() for name in "uv"]
+    return all(abs(float(norm) - 1) < 16 * torch.finfo(norm.dtype).eps for norm in norms)
 
 
 def has_average(buffer: Tensor) -> bool:

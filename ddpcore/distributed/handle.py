@@ -140,8 +140,12 @@ class Distributed:
         inner = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         model = copy_of(inner)
         if batch_norm != "local":
-            average_buffers(list(model.buffers()), [inner], self.comm)
+            average_buffers(list(model.buffers()), [inner], self._average_of)
         return model
+
+    def _average_of(self, rows_LX: Tensor) -> Tensor:
+        self.comm.average_(average_LX := rows_LX.clone()).wait()
+        return average_LX
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank for a checkpoint, beside the states of model, optimizer and random numbers."""
@@ -203,9 +207,8 @@ class Distributed:
 
     def _squared_distances(self) -> Tensor:
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
-        apart_LP = weights.clone()[None]
-        self.comm.average_(apart_LP).wait()
-        return torch.linalg.vector_norm(apart_LP.sub_(weights), dim=1, dtype=torch.float64).square()
+        apart_LP = self._average_of(weights[None]).sub_(weights)
+        return torch.linalg.vector_norm(apart_LP, dim=1, dtype=torch.float64).square()
 
 
 class CopiedHandle:

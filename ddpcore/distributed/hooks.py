@@ -162,6 +162,7 @@ class HookedDistributed(Distributed):
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)
+        self._watch.check_parameters()
         if self.learner.flat.shards is not None:
             return AveragedShards(self.learner, batch_norm)
         model = averaged_model(self.learner, batch_norm)
@@ -228,6 +229,7 @@ class HookedDistributed(Distributed):
     @override
     def _squared_distances(self) -> Tensor:
         self.strategy.restore_weights(self.learner)
+        self._watch.check_parameters()
         return self.learner.squared_distances()
 
     def before_forward(self) -> None:

@@ -1,20 +1,23 @@
-"""Gradients of some virtual learners alone that a loop resets, as ``zero_grad()`` of learner 0's model does."""
+"""What a loop does to some virtual learners alone, as ``zero_grad()`` of one model, or to all in place of each."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpcore.parameters.flat import FlatParameters
 
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
+_ALIKE = 4  # steps: so many norms are equal by no accident
+_MOST = 64  # steps that are compared
 
 
 class ResetWatch:
-    """Notes, when a backward pass begins, which learners have lost the gradients of the last step.
+    """Notes, when a backward pass begins, of which learners the gradients of the last step are gone, or set to zero.
 
     The next step reads the result: a loop may reset each learner just before its own pass, or measure one learner in
     between and then reset all.
@@ -27,11 +30,20 @@ class ResetWatch:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self._pass = -1  # autograd's number of the current backward pass
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
+        self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
 
     def restart(self) -> None:
         """Forget the last step."""
-        self._sample, self._reset = [], set()
+        self._sample, self._reset, self._known = [], set(), {}
+
+    def _read(self) -> dict[int, tuple[int, int]]:
+        flat = self._flat()
+        grads = {} if flat is None else {index: flat.parameters[index].grad for own in self._sample for index in own}
+        return {index: (id(grad), grad._version) for index, grad in grads.items() if grad is not None}
+
+    def _end_pass(self) -> None:
+        self._known = self._read()
 
     def begin_step(self) -> None:
         """After a step: choose parameters that have a gradient of every learner."""
@@ -41,26 +53,25 @@ class ResetWatch:
         places = (list(range(segment, num * self._num_rows, num)) for segment in range(num))
         held = (own for own in places if all(parameters[index].grad is not None for index in own))
         self._sample, self._reset = list(islice(held, _SAMPLE)), set()
+        self._known = self._read()
 
-    def note(self, parameter: Tensor) -> None:
-        """A gradient has come, perhaps the first one of a backward pass."""
+    def note(self, parameter: Tensor | None = None) -> None:
+        """A gradient has come, perhaps the first one of a backward pass; None: those of all learners come together."""
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._pass = current
             self._begin_pass(parameter)
 
-    def _begin_pass(self, first: Tensor) -> None:
+    def _begin_pass(self, first: Tensor | None) -> None:
         flat = self._flat()
-        if flat is None:
+        if flat is None or not self._sample:
             return
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        now = self._read()
         for own in self._sample:
-            others = [(row, flat.parameters[index]) for row, index in enumerate(own)]
-            others = [(row, parameter) for row, parameter in others if parameter is not first]
-            lacking = [row for row, parameter in others if parameter.grad is None]
-            self._reset.update(range(self._num_rows) if len(lacking) == len(others) else lacking)
-
-    def note_all(self) -> None:
-        """Gradients of all learners have come together, which is so only if all had some, or none."""
-        self._reset.update(range(self._num_rows))
+            others = [(row, index) for row, index in enumerate(own) if flat.parameters[index] is not first]
+            grads = [(row, flat.parameters[i].grad) for row, i in others if now.get(i, 0) != self._known.get(i)]
+            reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
+            self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
 
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and those of the others add up."""
@@ -71,3 +82,37 @@ class ResetWatch:
                 "does, and those of the others add up: call optimizer.zero_grad(), or zero_grad() of each of "
                 "handle.models"
             )
+
+
+def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:
+    """Before a step, with the parameters of each learner: RuntimeError if learner 0 alone has another mode.
+
+    A program may go on to use the model that it gave to ``distribute``.
+    """
+    pairs = zip(models, rows, strict=True)
+    first, *others = [([m.training for m in one.modules()], [p.requires_grad for p in row]) for one, row in pairs]
+    if first != others[0] and others.count(others[0]) == len(others):
+        what = "requires_grad_()" if first[0] == others[0][0] else "train() or eval()"
+        raise RuntimeError(
+            f"{what} was called for learner 0 alone: call it on handle.model, or on each of handle.models"
+        )
+
+
+def check_norms(norms: list[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
+    """Before a step whose gradients a loop has changed, with the parameters of each learner. It adds to ``norms``.
+
+    RuntimeError: the norm of all gradients stays the same in the first steps, and that of each learner changes, so it
+    was clipped. Averaged gradients are equal, and nothing tells this from a smaller norm for each.
+    """
+    held = [[one.grad for one in row if one.grad is not None and not one.grad.is_sparse] for row in rows]
+    if len(norms) == _MOST or not all(held):
+        return
+    norms.append(torch.stack([torch.stack(torch._foreach_norm(own)).double().square().sum() for own in held]).cpu())
+    last_SL = torch.stack(norms[-_ALIKE:])  # squared, of some steps
+    total, changes = float(last_SL[0].sum()), last_SL.diff(dim=0).abs().amax(dim=1)
+    is_same = bool(((last_SL.sum(dim=1) - total).abs() < 1e-5 * total).all())
+    if len(last_SL) == _ALIKE and is_same and bool((changes > 1e-2 * total).all()):
+        raise RuntimeError(
+            f"one norm of the gradients of all learners was {total**0.5:.4g} in {_ALIKE} steps, as clipping leaves it: "
+            "call handle.clip_grad_norm_(max_norm), which clips those of each learner"
+        )

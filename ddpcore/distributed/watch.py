@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import stateless
 from torch.utils.weak import TensorWeakRef
 
-from ddpcore.distributed.alike import bits_of, check_alike, sampled_columns
+from ddpcore.distributed.alike import EVERY, FIRST, bits_of, check_alike, sampled_columns
 from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
-from ddpcore.distributed.resets import ResetWatch
+from ddpcore.distributed.resets import ResetWatch, check_modes, check_norms
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -63,13 +63,14 @@ class LoopWatch:
         self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
+        self._norms: list[Tensor] = []  # see check_norms
         self.found: list[NonFinite] = []
         self._has_buffers = any(True for model in models for _ in model.buffers())
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if self.resets is not None:
-            flat.on_gradients.append(self.resets.note_all)
+            flat.before_gradients = self.resets.note
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
             exclude_from_compilation(sys.modules[__name__], "_note")  # a compiled loop runs it, too
@@ -283,7 +284,13 @@ class LoopWatch:
                     "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
                     "for each of handle.models"
                 )
+        if not is_capturing(flat.param_LP):
+            check_norms(self._norms, self._rows())
         return False
+
+    def _rows(self) -> list[Sequence[Tensor]]:
+        num, parameters = len(self._flat.segments), self._flat.parameters
+        return [parameters[begin : begin + num] for begin in range(0, len(parameters), num)]
 
     # ---- a step ----
 
@@ -315,10 +322,12 @@ class LoopWatch:
                 f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
                 "model.forward or a part of it"
             )
-        self._check_parameters()
+        self.check_parameters()
         self._check_optimized()
         if self.resets is not None:
             self.resets.check()
+            if self.learner.step < FIRST or not self.learner.step % EVERY:
+                check_modes(self.learner.models, self._rows())
         is_unchanged = self._check_rows()
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
@@ -350,7 +359,7 @@ class LoopWatch:
         if flat.grad_start is not None and flat.grad_LP.data_ptr() != flat.grad_start:
             raise RuntimeError(_MOVED.format("gradients"))
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()

@@ -71,6 +71,7 @@ class FlatParameters:
     grad_pointers: tuple[int, ...]  # addresses of grad_views
     grad_start: int | None  # the address of grad_LP; None while it is not allocated
     index: dict[int, int]  # of each parameter, by its id
+    before_gradients: Callable[[], None] | None = None  # called in add_gradients, before it adds
     on_gradients: list[Callable[[], None]]  # called after add_gradients
 
     def __init__(
@@ -210,6 +211,8 @@ class FlatParameters:
             return False
         if self.current_grad_pointers() != self.grad_pointers:
             return False
+        if self.before_gradients is not None:
+            self.before_gradients()
         (torch._foreach_copy_ if is_new else torch._foreach_add_)(self._grad_stacks, given)
         torch.autograd.graph.increment_version(self.grad_views)
         if is_new:
@@ -346,7 +349,7 @@ class FlatParameters:
         self.renew_grad_views()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_gradients": []}  # a copy has no watchers
+        return {**vars(self), "before_gradients": None, "on_gradients": []}  # a copy has no watchers
 
     def _views_at(self, rows_LP: Tensor) -> _BufferViews:
         views = self.views_of(rows_LP)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from ddpcore.options.typed import check_range, suggest
+from ddpcore.strategies.learner import Learner
 
 
 class Codec(ABC):
@@ -257,11 +258,12 @@ class Published:
         self._before_LP: Tensor | None = None  # q without the message under way, which is sent anew after a load
         self._neighbors: dict[int, Tensor] = {}
 
-    def begin(self, weights_LP: Tensor, neighbors: Iterable[int]) -> None:
-        """Initialise every q to the start weights, which all learners share, if the codec sends differences."""
+    def begin(self, learner: Learner, neighbors: Iterable[int]) -> None:
+        """Initialise every q to the same weights, if the codec sends differences. Collective then."""
         if self.codec.differences and self.rows_LP is None:
-            self.rows_LP = weights_LP.clone()
-            self._neighbors = {neighbor: weights_LP[:1].clone() for neighbor in neighbors}
+            weights_1P = learner.common_weights()
+            self.rows_LP = weights_1P.repeat(len(learner.flat.param_LP), 1)
+            self._neighbors = {neighbor: weights_1P.clone() for neighbor in neighbors}
 
     def encode(self, weights_LP: Tensor) -> Tensor:
         """Return the message, uint8 ``[L, X]``, and update ``rows_LP`` to what neighbours decode from it."""

@@ -219,7 +219,8 @@ class LocalSGD(GradientAverages):
         if isinstance(self.weights, str) and learner.step >= self.switch_step:
             self._counts = [count + own_samples(learner) for count in self._counts]
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
-            self._anchor = self._new_anchor(learner, self.outer)
+            weights_LP = learner.common_weights() if self.topology is None else learner.flat.param_LP
+            self._anchor = Anchor(weights_LP, self._parts, self.outer)
 
     @override
     def after_step(self, learner: Learner) -> None:
@@ -249,10 +250,6 @@ class LocalSGD(GradientAverages):
         self._counts = [torch.zeros(len(comm.learners), dtype=torch.float64, device="cpu") for _ in self._parts]
         if self.weights is not None and not isinstance(self.weights, str):
             learner.shares = shares_of(self.name, self.weights, learner, None)
-
-    def _new_anchor(self, learner: Learner, make: MakeOptimizer) -> Anchor:
-        weights_LP = learner.flat.param_LP
-        return Anchor(weights_LP[:1] if self.topology is None else weights_LP, self._parts, make)
 
     def _start(self, learner: Learner, index: int) -> Callable[[], Tensor]:
         """Send part ``index``. What it returns waits for the average, ``[L, X]``, or ``[1, X]`` of all learners."""
@@ -343,7 +340,8 @@ class LocalSGD(GradientAverages):
             self._kept = learner.shares = state["shares"]
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
-            self._anchor = self._new_anchor(learner, self.outer)
+            weights_LP = learner.flat.param_LP  # only their shape
+            self._anchor = Anchor(weights_LP[:1] if self.topology is None else weights_LP, self._parts, self.outer)
             self._anchor.load_state_dict(state["anchor"])
         self._under_way = {
             int(index): partial(_filled, rows, lambda: None) for index, rows in state["averages"].items()

@@ -109,8 +109,8 @@ class SlowMo(Strategy):
         self._inner.quarantine(learners)
 
     def _begin(self, learner: Learner) -> None:
-        if self._anchor_P is None:  # all learners start with the same weights
-            self._anchor_P = learner.flat.param_LP[0].clone()
+        if self._anchor_P is None:
+            self._anchor_P = learner.common_weights()[0].clone()
             self._momentum_P = torch.zeros_like(self._anchor_P)
 
     @override
@@ -126,8 +126,8 @@ class SlowMo(Strategy):
         anchor = state["anchor"]
         self._anchor_P = self._momentum_P = None
         if anchor is not None:
-            self._begin(learner)
             self._anchor_P = anchor["parts"][0].to(learner.flat.param_LP, copy=True)
+            self._momentum_P = torch.zeros_like(self._anchor_P)
             for buffers in anchor["optimizer"]["state"].values():  # none before the first slow step
                 self._momentum_P = buffers["momentum_buffer"].to(learner.flat.param_LP, copy=True)
         self._inner.load_state_dict(learner, state["base"])

@@ -57,9 +57,16 @@ def test_inputs_with_time_before_samples_are_refused() -> None:
     last = lambda outputs, targets: F.cross_entropy(outputs[-1], targets)  # noqa: E731
     with pytest.raises(ValueError, match="the inputs of a batch have 7 rows and its targets 4: pass inputs"):
         DataLoss(model, last, batches)
+    for time, shape in ((2, (6,)), (4, (8,)), (2, ())):  # time divides the number of targets
+        with pytest.raises(ValueError, match=f"the inputs of a batch have {time} rows and its targets 8: pass inputs"):
+            DataLoss(model, last, [(torch.randn(time, 8, *shape), torch.randint(3, (8,)))])
     tokens = [(torch.randn(num, 5, 6), torch.randint(3, (5 * num,))) for num in (4, 2)]
     every = lambda outputs, targets: F.cross_entropy(outputs.flatten(0, 1), targets)  # noqa: E731
     assert DataLoss(model, every, tokens).total == 6
+    pixels = [(torch.randn(num, 3, 4, 6), torch.randint(3, (24 * num,))) for num in (4, 2)]
+    assert DataLoss(model, every, pixels).total == 6
+    pairs = [({"a": torch.randn(num, 6), "b": torch.randn(num, 2, 6)}, torch.zeros(2 * num)) for num in (4, 2)]
+    assert DataLoss(model, every, pairs).total == 6
     assert DataLoss(model, lambda outputs, _: outputs.square().mean(), [(torch.ones(4, 6), torch.zeros(1))]).total == 4
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -121,6 +122,58 @@ def test_weight_norm(make: Callable[..., nn.Module], dim: int) -> None:
     hessian, expected = Hessian(model, DataLoss(model, F.cross_entropy, data)), exact(plain, data)
     vectors = random_rows(3, hessian.numel)
     torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-9, atol=1e-11)
+
+
+class Square(torch.autograd.Function):
+    """x^2, in the ways in which programs write its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class OfNumpy(Square):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.from_numpy(2 * ctx.saved_tensors[0].detach().numpy() * grad.detach().numpy())
+
+
+class Once(Square):
+    backward = staticmethod(once_differentiable(Square.backward))
+
+
+class Squared(nn.Module):
+    """Outputs ``a x^2 + b w^2``: the parameter w gets a gradient by the function and another one by torch."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function, self.w = function, nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.function.apply(self.w) * x).sum(dim=1) + 3 * self.w.prod()
+
+
+@pytest.mark.parametrize("loss_fn", [lambda outputs, _: outputs.mean(), lambda outputs, _: outputs.square().mean()])
+@pytest.mark.parametrize("gauss_newton", [False, True])
+def test_functions_of_a_program(gauss_newton: bool, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Autograd takes a second derivative that is missing for zero."""
+    data, vectors = [(torch.ones(3, 2, dtype=torch.float64), torch.zeros(3))], torch.eye(2, dtype=torch.float64)
+    plain = Squared(None)
+    plain.forward = lambda x: (plain.w**2 * x).sum(dim=1) + 3 * plain.w.prod()  # type: ignore[method-assign]
+    expected, found = (
+        Hessian(model, DataLoss(model, loss_fn, data), gauss_newton=gauss_newton).product(vectors)
+        for model in (plain, Squared(Square))
+    )
+    torch.testing.assert_close(found, expected)
+    for function in (Once, OfNumpy):
+        model = Squared(function)
+        with pytest.raises(ValueError, match=f"{function.__name__} of the model has no second derivative"):
+            Hessian(model, DataLoss(model, loss_fn, data), gauss_newton=gauss_newton).product(vectors)
 
 
 def test_frozen_parameters_have_no_rows() -> None:

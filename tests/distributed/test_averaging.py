@@ -76,6 +76,38 @@ def test_local_and_average() -> None:
     assert not (training.rows_of(handle, "1.running_mean") == 7).any()
 
 
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_is_that_of_the_averaged_weights(norm: Any) -> None:
+    """Averages of the learners' singular vectors are shorter than 1, so the layer would be larger than its norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(nn.Linear(5, 4)), nn.Tanh(), norm(nn.Linear(4, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(100), learners=N)
+    whole = [nn.Linear(5, 4), nn.Linear(4, 3)]
+    for place, layer in zip((0, 2), whole, strict=True):
+        weights = torch.randn(N, *layer.weight.shape)
+        for one, weight in zip(handle.models, weights, strict=True):
+            next(p for p in one[place].parameters() if p.dim() > 1).data.copy_(weight)
+        mean = weights.mean(dim=0)
+        layer.weight.data, layer.bias.data = mean / torch.linalg.matrix_norm(mean, 2), model[place].bias.data.clone()
+    for _ in range(30):  # power iterations of each learner
+        handle.model(torch.ones(N, 2, 5))
+    x = torch.randn(6, 5)
+    expected = whole[1](whole[0](x).tanh())
+    torch.testing.assert_close(handle.evaluation_model().eval()(x), expected, rtol=1e-3, atol=1e-4)
+    assert handle.evaluation_model().training
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_of_equal_learners_keeps_its_vectors(norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(5, 4)))
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)
+    handle.model(torch.ones(2, 2, 5))
+    averaged = handle.evaluation_model()
+    for buffer, own in zip(averaged.buffers(), model.buffers(), strict=True):
+        assert torch.equal(buffer, own)
+
+
 def test_an_exception_leaves_the_model_in_training_alone() -> None:
     _, handle = trained()
     before = snapshot(handle.model)
@@ -151,3 +183,41 @@ def test_bad_requests(options: dict[str, Any], message: str) -> None:
     _, handle = trained()
     with pytest.raises(ValueError, match=message):
         handle.evaluation_model(**options)
+
+
+@pytest.mark.parametrize("read", [lambda h: h.evaluation_model(), lambda h: h.consensus_distance()])
+@pytest.mark.parametrize("change", ["vector", "data", "double"])
+def test_weights_in_the_place_of_the_buffer_are_not_averaged(read: Any, change: str) -> None:
+    """The average would be of the weights of before, which the models no longer have."""
+    model, handle = trained()
+    read(handle)
+    if change == "vector":
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(2 * vector, model.parameters())
+    elif change == "data":
+        model[3].weight.data = 2 * model[3].weight.data
+    else:
+        model.double()
+    with pytest.raises(RuntimeError, match=r"parameter 3\.\w+ has left the flat buffer"):
+        read(handle)
+
+
+@pytest.mark.parametrize("strategy", [
+    lambda: ddpcore.LocalSGD(1, weights=(3.0, 2.0, 1.0)),
+    lambda: ddpcore.DPSGD(ddpcore.Weighted(ddpcore.Complete(), (3.0, 2.0, 1.0))),
+])  # fmt: skip
+def test_learners_with_weights_count_alike_in_all_averages(strategy: Any) -> None:
+    """Else a teacher, or statistics of batches, would belong to another mean than the trained weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False))
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy(), learners=N)
+    for seed in range(3):
+        handle.model(batches(seed, N)).square().sum().backward()
+        handle.learner.optimizer.step()
+    values = torch.tensor([1.0, 2.0, 4.0])
+    for one, value in zip(handle.models, values, strict=True):
+        for tensor in (one[0].bias, one[1].running_mean, one[2].weight):
+            tensor.data.fill_(float(value))
+    averaged, mean = handle.evaluation_model(), float((values * torch.tensor([3.0, 2.0, 1.0])).sum() / 6)
+    for tensor in (averaged[0].bias, averaged[1].running_mean, averaged[2].weight):
+        torch.testing.assert_close(tensor, torch.full_like(tensor, mean))

@@ -14,11 +14,11 @@ import ddpcore
 L = 3
 
 
-def trained(strategy: ddpcore.Strategy, learners: int | None = L) -> tuple[ddpcore.Distributed, torch.optim.Optimizer]:
+def trained(strategy: ddpcore.Strategy, **options) -> tuple[ddpcore.Distributed, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ddpcore.distribute(model, optimizer, strategy, learners=learners), optimizer
+    return ddpcore.distribute(model, optimizer, strategy, **{"learners": L, **options}), optimizer
 
 
 def test_backward_adds_the_losses_of_all_learners():
@@ -79,16 +79,18 @@ def test_a_forward_pass_that_no_hook_sees(strategy, way):
 
 
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("way", ["before the passes", "between them", "one learner after the other", "in no_sync"])
-def test_zero_grad_of_the_model_of_learner_0(make, way):
+def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
     """The gradients of the other learners would add up from step to step."""
-    handle, optimizer = trained(make())
+    handle, optimizer = trained(make(), vectorize=vectorize)
     model, x = handle.models[0], torch.ones(L, 6, 5)
     handle.model(x).square().mean(dim=(1, 2)).sum().backward()
     optimizer.step()
     before = [p.detach().clone() for one in handle.models for p in one.parameters()]
     if way != "between them":
-        model.zero_grad()
+        model.zero_grad(to_none)
     with handle.no_sync() if way == "in no_sync" else nullcontext():
         if way == "one learner after the other":
             for one, own in zip(handle.models, x, strict=True):
@@ -96,44 +98,47 @@ def test_zero_grad_of_the_model_of_learner_0(make, way):
         else:
             outputs = handle.model(x)
             if way == "between them":
-                model.zero_grad()
+                model.zero_grad(to_none)
             outputs.square().mean(dim=(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
         optimizer.step()
     assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
-    optimizer.zero_grad()
+    optimizer.zero_grad(to_none)
     handle.model(x).square().mean(dim=(1, 2)).sum().backward()
     optimizer.step()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
-def test_each_learner_may_be_reset_before_its_own_pass(make, bias):
+def test_each_learner_may_be_reset_before_its_own_pass(make, bias, to_none):
     """Or all of them at once, also of a model of one parameter."""
     model = nn.Linear(5, 3, bias=bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, make(), learners=L)
     for step in range(4):
         if step % 2:
-            optimizer.zero_grad()
+            optimizer.zero_grad(to_none)
         for one in handle.models:
             if step % 2 == 0:
-                one.zero_grad()
+                one.zero_grad(to_none)
             one(torch.ones(6, 5)).square().mean().backward()
         optimizer.step()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
-def test_a_learner_may_be_measured_between_two_steps(make):
+def test_a_learner_may_be_measured_between_two_steps(make, vectorize, to_none):
     """With a backward pass, before all gradients are reset."""
-    handle, optimizer = trained(make())
+    handle, optimizer = trained(make(), vectorize=vectorize)
     x = torch.ones(L, 6, 5)
     for _ in range(3):
-        optimizer.zero_grad()
+        optimizer.zero_grad(to_none)
         handle.model(x).square().mean(dim=(1, 2)).sum().backward()
         optimizer.step()
         with handle.no_sync():
-            handle.models[0].zero_grad()
+            handle.models[0].zero_grad(to_none)
             handle.models[0](x[0]).sum().backward()
 
 
@@ -149,3 +154,58 @@ def test_one_norm_of_all_learners_is_refused():
     )
     one.model(torch.ones(1, 4, 2)).sum().backward()
     nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("make", [lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("way", ["one norm", "one norm of the optimizer's", "each", "value", "not reached", "scaled"])
+def test_one_norm_of_a_list_of_all_learners(make, vectorize, way):
+    """The total norm stays at the limit, and each learner has a part of it that changes."""
+    handle, optimizer = trained(make(), vectorize=vectorize)
+    everyone = [parameter for model in handle.models for parameter in model.parameters()]
+    acts = {
+        "one norm": lambda: nn.utils.clip_grad_norm_(everyone, 0.1),
+        "one norm of the optimizer's": lambda: nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1),
+        "each": lambda: [nn.utils.clip_grad_norm_(list(model.parameters()), 0.1) for model in handle.models],
+        "value": lambda: nn.utils.clip_grad_value_(everyone, 0.01),
+        "not reached": lambda: nn.utils.clip_grad_norm_(everyone, 1e3),
+        "scaled": lambda: [parameter.grad.mul_(0.5) for parameter in everyone],
+    }
+    with pytest.raises(RuntimeError, match=r"was 0\.1 in 4 steps") if "one" in way else nullcontext():
+        for _ in range(8):
+            optimizer.zero_grad()
+            x, y = 3 * torch.randn(L, 6, 5), torch.randint(3, (L, 6))
+            handle.backward([F.cross_entropy(o, labels) for o, labels in zip(handle.model(x), y, strict=True)])
+            acts[way]()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: m.eval(), "training"),
+        (lambda m: m[1].eval(), "training"),
+        (lambda m: m[2].requires_grad_(False), "req"),
+    ],
+)
+def test_a_mode_of_the_model_of_learner_0(make, change, what):
+    """A program that goes on to use its own model changes learner 0 alone."""
+    handle, optimizer = trained(make())
+    x = torch.ones(L, 6, 5)
+
+    def step():
+        optimizer.zero_grad()
+        for one, own in zip(handle.models, x, strict=True):
+            one(own).square().mean().backward()
+        optimizer.step()
+
+    step()
+    change(handle.models[0])
+    before = [p.detach().clone() for one in handle.models for p in one.parameters()]
+    with pytest.raises(RuntimeError, match=f"{what}.* for learner 0 alone|is frozen here"):
+        step()
+    assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
+    for one in handle.models:
+        change(one)
+    step()

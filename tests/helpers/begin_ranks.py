@@ -1,0 +1,47 @@
+"""Ranks that begin with different weights; see ``tests/strategies/test_begins.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddpcore
+from helpers import ranks
+
+STRATEGIES: dict[str, Any] = {
+    "slowmo": (lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Ring()), period=2), 8),
+    "outer": (lambda: ddpcore.LocalSGD(2, outer={"lr": 0.7, "momentum": 0.9}), 8),
+    "topk": (lambda: ddpcore.DPSGD(ddpcore.Ring(), compression="topk"), 200),
+    "int8": (lambda: ddpcore.DPSGD(ddpcore.Ring(), compression={"name": "int8", "error_feedback": True}), 40),
+}
+
+
+def train(strategy: ddpcore.Strategy, steps: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of this rank before and after steps whose gradients are zero."""
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddpcore.distribute(model, optimizer, strategy)
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (0 * model(torch.ones(2, 5))).sum().backward()
+        optimizer.step()
+    return before, torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def main() -> None:
+    path, rank, _ = ranks.join()
+    torch.save({name: train(make(), steps, rank) for name, (make, steps) in STRATEGIES.items()}, path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
