@@ -18,12 +18,7 @@ from helpers.each import each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = [
-    (place, case)
-    for place in helper.PLACES
-    for case in helper.CASES
-    if place == "two and two" or case.strategy in helper.STRATEGIES
-]
+CASES = [(place, case) for place in helper.PLACES for case in helper.cases_of(place)]
 
 
 @pytest.fixture(scope="module")

@@ -84,10 +84,7 @@ def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The start itself, with one of them."""
     script = ON_RANKS[-1]
     (tmp_path / script).write_text(SCRIPTS[script])
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = ranks.torchrun([script], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert PRINTED[script] in done.stdout, done.stdout
 

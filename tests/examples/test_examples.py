@@ -28,11 +28,7 @@ def run(folder: Path, script: str, *words: object) -> str:
 
 def torchrun(folder: Path, script: str, *words: object) -> str:
     """What the script prints on the two ranks that torchrun starts."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(EXAMPLES / script), *map(str, words)]
-    done = subprocess.run(
-        command, cwd=folder, env=ranks.environment(), capture_output=True, text=True, timeout=900, check=False
-    )
+    done = ranks.torchrun([EXAMPLES / script, *words], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

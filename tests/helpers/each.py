@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+
+from helpers import seeds
 
 
 def each(
@@ -36,9 +35,7 @@ def each(
         def run(**fixtures: Any) -> None:
             chosen, failed = parts[fixtures.pop("part", 0)], []
             for row in chosen:
-                random.seed(0)
-                np.random.seed(0)
-                torch.manual_seed(0)
+                seeds.seed()
                 try:
                     test(**dict(zip(keys, row, strict=True)), **fixtures)
                 except (Exception, pytest.fail.Exception) as error:

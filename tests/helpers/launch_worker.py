@@ -22,7 +22,8 @@ from ddpcore.runtime.launch import World
 
 
 def train(world: World, folder: str) -> None:
-    """Five steps of dpsgd; losses and weights go to a file of this rank."""
+    """Five steps of dpsgd. Losses, weights, threads, and where it listens go to a file of this rank."""
+    found = {"threads": torch.get_num_threads()}
     torch.set_num_threads(1)  # else a result could depend on how many threads each start gives
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -38,8 +39,11 @@ def train(world: World, folder: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     weights = torch.cat([parameter.flatten() for parameter in model.parameters()]).tolist()
-    place = [world.rank, world.world_size, world.local_rank, world.local_world_size]
-    Path(folder, f"{world.rank}.json").write_text(json.dumps({"world": place, "losses": losses, "weights": weights}))
+    dist.all_reduce(torch.zeros(4))  # gloo has connected the ranks then
+    found |= {"rank": listening(os.getpid()), "parent": listening(os.getppid())}
+    found |= {"world": [world.rank, world.world_size, world.local_rank, world.local_world_size]}
+    found |= {"losses": losses, "weights": weights}
+    Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
 
 
 def raises(world: World, folder: str) -> None:
@@ -74,12 +78,9 @@ def hangs(world: World, folder: str) -> None:
     time.sleep(600)
 
 
-def listens(world: World, folder: str) -> None:
-    """Where this rank, and rank 0's parent too, listen on TCP, after the ranks have connected; and its threads."""
-    dist.all_reduce(torch.zeros(4))
-    found = {"rank": listening(os.getpid()), "parent": listening(os.getppid()), "threads": torch.get_num_threads()}
-    Path(folder, f"{world.rank}.json").write_text(json.dumps(found))
-    dist.barrier()
+def trains_and_hangs(world: World, folder: str) -> None:
+    train(world, folder)
+    hangs(world, folder)
 
 
 def listening(pid: int) -> list[str]:

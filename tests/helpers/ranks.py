@@ -45,6 +45,11 @@ def succeeds(*words: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def torchrun(words: Sequence[object], cwd: Path, num: int = 2) -> subprocess.CompletedProcess[str]:
+    """``torchrun WORDS`` with ranks in new interpreters, which it starts; it is forked itself, as by :func:`python`."""
+    return python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *words, cwd=cwd)
+
+
 class Trials(dict[str, list[tuple[int, str]]]):
     """The status and the output of each rank in a trial of a script, by the trial's name. A trial runs when asked for.
 

@@ -107,8 +107,8 @@ def test_synchronous_learners_are_one_learner_with_the_average_gradient(make, cl
         assert all(isinstance(row, TrustRatio) and row == rows[0] for row in rows)
 
 
-def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
-    """Graph breaks of a compiled step, and the weights after four steps, compiled and not."""
+def breaks_of(make: Any) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Graph breaks of a compiled training step, and the weights after four of them, compiled and not."""
     torch._dynamo.reset()
     models = [net(), net()]
     ends = []
@@ -119,35 +119,22 @@ def breaks_of(make: Any, whole: bool) -> tuple[int, list[Tensor], list[Tensor]]:
             model(inputs).square().mean().backward()
             optimizer.step()
 
-        def step(optimizer: Any = optimizer) -> None:
-            optimizer.step()
-
         torch._dynamo.utils.counters.clear()
-        function = train if whole else step
-        function = torch.compile(function, backend="eager") if compiled else function
+        function = torch.compile(train, backend="eager") if compiled else train
         for number in range(4):
             model.zero_grad()
-            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
-            if whole:
-                function(inputs)
-            else:
-                model(inputs).square().mean().backward()
-                function()
+            function(torch.randn(8, 6, generator=torch.Generator().manual_seed(number)))
         if compiled:
             breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         ends.append([param.detach() for param in model.parameters()])
     return breaks, *ends
 
 
-@pytest.mark.parametrize(
-    "whole",
-    [pytest.param(False, id="step"), pytest.param(True, id="forward, backward and step", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
 @every
-def test_a_compiled_step_has_the_bits_of_an_eager_one(make, whole):
-    """With no more graph breaks than torch's own optimizer."""
-    breaks, compiled, eager = breaks_of(make, whole)
+def test_compiled_training_has_the_bits_of_eager_training(make):
+    """With no more graph breaks than torch's own optimizer. Others compile the step alone: test_same_bits.py."""
+    breaks, compiled, eager = breaks_of(make)
     assert all(map(torch.equal, compiled, eager))
     theirs = torch.optim.AdamW if make is MAKES["lamb"] else lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
-    assert breaks <= breaks_of(theirs, whole)[0]
-    assert whole or breaks == 0
+    assert breaks <= breaks_of(theirs)[0]

@@ -366,7 +366,7 @@ def test_a_parameter_without_a_state_grows(make):
 
 
 @each_optimizer
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("lr", [0.1, pytest.param(torch.tensor(0.1), marks=pytest.mark.slow)], ids=["float", "tensor"])
 def test_a_first_step_is_one_graph(name, lr):
     torch._dynamo.reset()
     weight, eager = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))

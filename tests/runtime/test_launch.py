@@ -167,29 +167,36 @@ def test_a_timeout_that_no_rank_can_keep(timeout: float, monkeypatch: pytest.Mon
 # --- both ways of starting ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Launcher, subprocess.Popen[str]]]:
+    """Two ranks that have trained, and hang."""
+    one = Launcher(tmp_path_factory.mktemp("training"))
+    yield one, started_and_hanging(one, 2, "trains_and_hangs")
+    one.clean_up()
+
+
 @pytest.mark.slow
-def test_self_started_and_torchrun_are_the_same(tmp_path: Path) -> None:
+def test_self_started_and_torchrun_are_the_same(
+    training: tuple[Launcher, subprocess.Popen[str]], launcher: Launcher
+) -> None:
     """Bit for bit: the same losses and weights on every rank, and the same place in the world."""
-    seen = []
-    for way, start in (("self", ()), ("torchrun", TORCHRUN)):
-        folder = tmp_path / way
-        folder.mkdir()
-        one = Launcher(folder)
-        code, errors = one.run("train", 2, *start)
-        one.clean_up()
-        assert code == 0, errors
-        seen.append(one.results(2))
+    done = ranks.torchrun([WORKER, launcher.folder, "train", 2], Path.cwd())
+    assert done.returncode == 0, done.stderr
+    seen = [
+        [{name: rank[name] for name in ("world", "losses", "weights")} for rank in one.results(2)]
+        for one in (training[0], launcher)
+    ]
     assert seen[0] == seen[1]
     assert [rank["world"] for rank in seen[0]] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert seen[0][0]["losses"] != seen[0][1]["losses"], "ranks train on different data"
 
 
 @needs_proc
-def test_ranks_listen_on_this_machine_alone_and_share_its_cores(launcher: Launcher) -> None:
+def test_ranks_listen_on_this_machine_alone_and_share_its_cores(
+    training: tuple[Launcher, subprocess.Popen[str]],
+) -> None:
     """Neither the store of the parent nor gloo's sockets of the ranks listen elsewhere, in IPv4 or IPv6."""
-    code, errors = launcher.run("listens", 2)
-    assert code == 0, errors
-    found = launcher.results(2)
+    found = training[0].results(2)
     assert [one["threads"] for one in found] == [launch.threads_per_rank(2)] * 2
     assert found[0]["parent"], "the parent has no store: this tests nothing"
     for one in found:
@@ -338,9 +345,9 @@ def test_a_late_rank_ends_the_wait(launcher: Launcher) -> None:
 
 
 @needs_proc
-def test_ctrl_c_ends_all(launcher: Launcher) -> None:
+def test_ctrl_c_ends_all(training: tuple[Launcher, subprocess.Popen[str]]) -> None:
     """It reaches the whole foreground group: the parent decides, and the ranks print nothing of it."""
-    process = started_and_hanging(launcher, 2)
+    launcher, process = training
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode != 0

@@ -69,7 +69,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     },
     "curvature": merged(
         merged({"strategy": {"learners": 2, "name": "ssgd"}}, helper.HESSIAN),
-        {"run": {"hessian_every": 2, "hessian_top": 1, "hessian_samples": 4}},
+        {"run": {"hessian_every": 3, "hessian_top": 1, "hessian_samples": 4}},
     ),
 }
 

@@ -147,7 +147,7 @@ def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
     for number in range(3):
         words = ["-m", "torch.distributed.run", "--nnodes", "3", "--nproc-per-node", "1", "--node-rank", str(number)]
         words += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "ddpcore", "train", "--out", str(out)]
-        words += ["model=mlp", "data=digits", "data.batch_size=60", "run.epochs=60"]
+        words += ["model=mlp", "data=digits", "data.batch_size=60", "run.epochs=30"]
         words += ["strategy=dpsgd", "strategy.on_failure=shrink"]
         agents.append(forked.start(words, ranks.log_folder(tmp_path, number), ranks.environment(), Path.cwd()))
     try:
@@ -162,7 +162,7 @@ def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
             agent.join()
     run = RunRecord.read(out)
     assert [row["lost"] for row in run.members] == [[1]]
-    assert run.final["step"] == run.header["total_steps"] == 60 * 23
+    assert run.final["step"] == run.header["total_steps"] == 30 * 23
 
 
 def _wait_until(is_true: Callable[[], bool], agents: list[Any]) -> None:
