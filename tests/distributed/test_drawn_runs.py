@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, NoiseStatistics
 from helpers import drawn_runs, ranks
-from helpers.drawn_runs import OPTIMIZERS, STEPS, Drawn, L
+from helpers.drawn_runs import NUM_FAST, OPTIMIZERS, SEEDS, STEPS, STRATEGIES, Drawn, L
 from helpers.each import each
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,32 +42,38 @@ def assert_same(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     """Of all seeds, or of the fast ones, as they are selected."""
-    num = len(drawn_runs.SEEDS) if ranks.has_slow_items(request) else drawn_runs.NUM_FAST
+    num = len(SEEDS) if ranks.has_slow_items(request) else NUM_FAST
     return ranks.run("drawn_runs", L, more=[[num]] * L)
 
 
 @functools.cache
-def virtual(seed: int) -> list[list[Tensor]]:
+def usual(seed: int) -> list[list[Tensor]]:
+    """The state that all properties of a run are compared with."""
     return trained(seed)
 
 
-@pytest.mark.parametrize("transport", ["pg", "shm"])
-@each("seed", drawn_runs.SEEDS, num_fast=drawn_runs.NUM_FAST)
-def test_ranks_have_the_bits_of_virtual_learners(seed: int, transport: str, real: list[dict[Any, Any]]) -> None:
+@each("seed", SEEDS, num_fast=NUM_FAST)
+def test_ranks_have_the_bits_of_virtual_learners(seed: int, real: list[dict[Any, Any]]) -> None:
     """``docs/glossary.md``, ``docs/strategies.md`` and ``README.md``."""
-    assert_same([rank[seed, transport] for rank in real], virtual(seed))
+    assert_same([rank[seed] for rank in real], usual(seed))
 
 
-@each("seed", range(100, 140), num_fast=10)
+def test_ranks_train_each_strategy_over_each_transport() -> None:
+    pairs = {(seed % len(STRATEGIES), drawn_runs.transport_of(seed)) for seed in SEEDS}
+    assert len(pairs) == 2 * len(STRATEGIES)
+    assert {Drawn(seed).make for seed in SEEDS} == {*OPTIMIZERS}
+
+
+@each("seed", range(40), num_fast=NUM_FAST)
 def test_a_resumed_run_has_the_bits_of_one_without_a_stop(seed: int) -> None:
     """``docs/resume.md``, ``docs/bits.md``."""
-    assert_same(trained(seed, in_the_middle=Drawn.resume), trained(seed))
+    assert_same(trained(seed, in_the_middle=Drawn.resume), usual(seed))
 
 
-@each("seed", range(200, 230), num_fast=10)
+@each("seed", range(30), num_fast=NUM_FAST)
 def test_learners_one_after_the_other_have_the_same_bits(seed: int) -> None:
     """``handle.split``."""
-    assert_same(trained(seed, lambda run: setattr(run, "splits", True)), trained(seed))
+    assert_same(trained(seed, lambda run: setattr(run, "splits", True)), usual(seed))
 
 
 def _noise(run: Drawn) -> Any:
@@ -76,18 +82,21 @@ def _noise(run: Drawn) -> Any:
 
 
 def _hessian(run: Drawn) -> Any:
-    return HessianStatistics(run.handle, lambda: run.loss(77), every=2, top=1, max_products=6, tolerance=0.5)
+    return HessianStatistics(run.handle, lambda: run.loss(77), every=3, top=1, max_products=3, tolerance=0.5)
 
 
 @pytest.mark.parametrize(("what", "statistics"), [("noise", _noise), ("hessian", _hessian)])
-@each("seed", range(300, 320), num_fast=6)
+@each("seed", SEEDS, num_fast=NUM_FAST)
 def test_statistics_change_no_bit(seed: int, what: str, statistics: Change) -> None:
     """``docs/noise_statistics.md``, ``docs/bits.md``, ``docs/curvature.md``."""
     if Drawn(seed).name not in NOT_MEASURED[what]:
-        assert_same(trained(seed, statistics), trained(seed))
+        assert_same(trained(seed, statistics), usual(seed))
 
 
-@each(("seed", "strategy"), [(seed, strategy) for seed in range(400, 415) for strategy in ("grouped", "ssgd")])
+GROUPS = [(seed, strategy) for seed in range(400, 415) for strategy in ("grouped", "ssgd")]
+
+
+@each(("seed", "strategy"), GROUPS, num_fast=14)
 def test_learners_of_a_group_hold_the_same_bits_after_each_step(seed: int, strategy: str) -> None:
     """Weights, states and gradients (``docs/strategies.md``, "Groups")."""
     run, size = Drawn(seed, strategy=strategy), 2 if strategy == "grouped" else L
@@ -102,7 +111,7 @@ def test_learners_of_a_group_hold_the_same_bits_after_each_step(seed: int, strat
             assert_same([own], [found[learner // size * size]])
 
 
-@each("seed", range(500, 530), num_fast=10)
+@each("seed", range(500, 530), num_fast=8)
 def test_learners_that_never_average_have_the_bits_of_plain_loops(seed: int) -> None:
     """ "L virtual learners and L optimizers" (``docs/optimizers.md``)."""
     run = Drawn(seed, strategy="never")
@@ -133,6 +142,6 @@ def test_a_hessian_has_the_same_bits_in_each_run(seed: int) -> None:
         hessian = Hessian(run.model.eval(), data)
         products = hessian.product(torch.randn(2, hessian.numel, generator=torch.Generator().manual_seed(5)))
         found = hessian.eigenvalues(1, 1, tolerance=0.1)
-        trace = hessian.trace(num_products=12)
+        trace = hessian.trace(num_products=6)
         ends.append([products, torch.from_numpy(found.values), found.vectors, torch.tensor([trace.value])])
     assert_same(*([one] for one in ends))

@@ -11,16 +11,14 @@ import pytest
 
 from helpers import ranks
 from helpers.idioms.check import check_worlds
-from helpers.idioms.table import IDIOMS
-
-FAST = [*IDIOMS][::3]
+from helpers.idioms.table import FAST, IDIOMS
 
 
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
     """Of all idioms, or of the fast ones, as they are selected."""
-    distance = 1 if ranks.has_slow_items(request) else 3
-    return ranks.run("idiom_ranks", 2, more=[["ranks", distance, "ssgd"]] * 2)
+    which = "all" if ranks.has_slow_items(request) else "fast"
+    return ranks.run("idiom_ranks", 2, more=[[which, "ssgd"]] * 2)
 
 
 @pytest.mark.parametrize(

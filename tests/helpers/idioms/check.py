@@ -10,12 +10,12 @@ import torch
 
 from helpers.each import each
 from helpers.idioms.run import execute
-from helpers.idioms.table import IDIOMS
+from helpers.idioms.table import IDIOMS, worlds
 
 
 def check_worlds(name: str, strategy: str, seen: list[dict[Any, Any]]) -> None:
-    """In all its worlds: what fails is named together."""
-    each("world", IDIOMS[name].worlds)(check)(name=name, strategy=strategy, seen=seen)
+    """Where it runs with the strategy: what fails is named together."""
+    each("world", worlds(name, strategy))(check)(name=name, strategy=strategy, seen=seen)
 
 
 def check(name: str, strategy: str, world: str, seen: list[dict[Any, Any]]) -> None:

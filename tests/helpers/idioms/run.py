@@ -141,11 +141,13 @@ class Run:
 
     @torch.no_grad()
     def _average(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            wide = tensor.detach().float().contiguous()
-            wide = wide.clone() if wide.data_ptr() == tensor.data_ptr() else wide
-            dist.all_reduce(wide)
-            tensor.copy_(wide / dist.get_world_size())
+        if not tensors:
+            return
+        flat = torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+        dist.all_reduce(flat)  # one call, because ranks wait for each other in each
+        mean = (flat / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
+        for tensor, values in zip(tensors, mean, strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 @dataclass(frozen=True)
