@@ -136,11 +136,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return (parts * places).sum().remainder(2**52).double()
 
 
-def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], average: Callable[[Tensor], Tensor]) -> None:
-    """Overwrite copies of floating-point and complex buffers with their mean over all learners' models. Collective.
-
-    ``average`` maps rows of the learners held here to averages over all learners, as ``Learner.average_of``.
-    """
+def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], average: Average) -> None:
+    """Overwrite copies of floating-point and complex buffers with their average over all learners' models."""
     for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
         if has_average(buffer):
             buffer.data = _mean_of(own, average)

@@ -184,8 +184,8 @@ def test_one_norm_of_a_list_of_all_learners(make, vectorize, way):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda m: m.eval(), "training"),
-        (lambda m: m[1].eval(), "training"),
+        (lambda m: m.eval(), "eval"),
+        (lambda m: m[1].eval(), "eval"),
         (lambda m: m[2].requires_grad_(False), "req"),
     ],
 )
