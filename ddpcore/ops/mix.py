@@ -173,7 +173,8 @@ def mix_stacked_(
         offsets: int64 ``[L + 1]``, ascending from 0 to the number of entries.
         columns: int64, one per entry: c < L is row c of ``weights_LP``, c >= L is row ``c - L`` of ``others``.
         values: float32, one per entry: the weight of that row. All three tensors are on the device of ``weights_LP``.
-        distances: whether to return distances. On a CPU they take half of the time; CUDA computes them anyway.
+        distances: whether to return distances. On a CPU they take a third to a half of the time; CUDA computes
+            them anyway.
 
     Returns float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L
     rows; ``[0]`` without ``distances``. RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry
