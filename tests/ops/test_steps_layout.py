@@ -170,7 +170,7 @@ SCALED = {"fp32": False, "bf16": True, "fp16": False, "bf16-masters": True, "fp1
 FAST = ("fp32", "bf16-masters")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in SCALED])
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in SCALED])
 @every_rule
 def test_opcheck(rule, kind, device):
     step = new_step(rule, kind, [torch.randn(33).to(device), torch.randn(1, 5).to(device)])

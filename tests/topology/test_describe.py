@@ -166,7 +166,7 @@ MAKERS = {
     "regular": random_regular,
 }
 DENSE = ("star", "path", "regular")  # their eigenvalues need a matrix [n, n]
-THOUSANDS = [pytest.param(n, marks=pytest.mark.slow if n > 64 else ()) for n in (64, 1024)]
+THOUSANDS = [pytest.param(n, marks=pytest.mark.slow if n > 64 else ()) for n in (64, 2048)]
 
 
 @pytest.mark.parametrize("n", THOUSANDS)
