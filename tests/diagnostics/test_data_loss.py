@@ -17,6 +17,7 @@ from ddpcore.diagnostics import DataLoss, Hessian, landscape, plane_through, ran
 from ddpcore.distributed.averaging import recalibrate
 
 GRID = np.linspace(-1, 1, 3)
+WIDTH = 2  # with so few weights a Hessian is computed whole, in few passes
 
 
 def samples(num: int = 25) -> list[tuple[Tensor, Tensor]]:
@@ -26,7 +27,7 @@ def samples(num: int = 25) -> list[tuple[Tensor, Tensor]]:
 
 
 def network(*more: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), *more, nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, WIDTH), *more, nn.Tanh(), nn.Linear(WIDTH, 3))
 
 
 class OfDict(nn.Module):
@@ -71,8 +72,8 @@ def test_inputs_with_time_before_samples_are_refused() -> None:
 
 
 def test_eigenvalues_with_recalibrated_statistics_are_those_of_the_loss() -> None:
-    model, batches = network(nn.BatchNorm1d(8)), samples()
-    data, plane = DataLoss(model, F.cross_entropy, batches), random_plane(network(nn.BatchNorm1d(8)))
+    model, batches = network(nn.BatchNorm1d(WIDTH)), samples()
+    data, plane = DataLoss(model, F.cross_entropy, batches), random_plane(network(nn.BatchNorm1d(WIDTH)))
     surface = landscape(data, plane, x=GRID, y=GRID, batch_norm="recalibrate", curvature=True)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -114,7 +115,7 @@ def test_everything_is_as_before_a_landscape(
     batch_norm: str, curvature: bool, raised: type[BaseException] | None
 ) -> None:
     """Weights and their memory, modes, buffers and random generators, after a call and after an error in its middle."""
-    model = network(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model = network(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
     model[1].eval()
     calls = []
 

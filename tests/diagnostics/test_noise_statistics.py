@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -56,10 +57,15 @@ def assert_close(ours: Any, theirs: Any, where: str, size: float) -> None:
         assert ours == theirs, where
 
 
+@functools.cache
+def virtual_learners(strategy: str) -> dict[str, Any]:
+    return training.train(strategy, watched=True, dropout=False)
+
+
 @pytest.mark.parametrize("transport", ["pg", "shm"])
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_real_ranks_say_what_virtual_learners_say(strategy, transport, real):
-    virtual = training.train(strategy, watched=True, dropout=False)
+    virtual = virtual_learners(strategy)
     for rank, seen in enumerate(real):
         watched, plain = seen[strategy, transport, True], seen[strategy, transport, False]
         assert torch.equal(watched["weights"], plain["weights"]) and torch.equal(watched["buffers"], plain["buffers"])

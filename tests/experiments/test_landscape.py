@@ -138,24 +138,28 @@ def test_ctrl_c_saves_the_finished_points(num: int, runs: Path) -> None:
     """The signal goes to all processes, as from a terminal."""
     words = ["landscape", str(runs / "a"), "--points", "1000", "--samples", "60", "--world-size", str(num)]
     command = [sys.executable, "-m", "ddpcore.experiments", *words, "--out", str(runs / "out")]
-    started = subprocess.Popen(
-        command, env=ranks.environment(), text=True, stderr=subprocess.PIPE, start_new_session=True
-    )
-    assert started.stderr is not None
+    terminal, theirs = os.openpty()  # where the bar is shown at once: a file has a line after ten seconds
+    started = subprocess.Popen(command, env=ranks.environment(), stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    said = b""
     try:
-        seen = started.stderr.readline()  # after ten seconds, and some points
-        assert re.match(r"landscape: \d+ of 1000000, ", seen)
+        while not re.search(rb"[1-9]\d*/1000000", said):
+            said += os.read(terminal, 4096)
         os.killpg(started.pid, signal.SIGINT)
-        error = seen + started.communicate(timeout=900)[1]
+        with suppress(OSError):  # all processes have closed the terminal
+            while more := os.read(terminal, 4096):
+                said += more
+        code = started.wait(timeout=900)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == 130, error
-    assert error.splitlines()[-1] == (
-        "ddpcore experiments: stopped: finished points are saved, and the same command goes on"
-    )
+        os.close(terminal)
+    error = re.sub(r"\x1b\[[?\d;]*\w", "", said.decode())  # without the bar's colours and moves of the cursor
+    assert code == 130, error
+    stopped = "ddpcore experiments: stopped: finished points are saved, and the same command goes on"
+    assert error.splitlines()[-1] == stopped
     found = read_surface(runs / "out" / "a-random-0.h5")
-    last = int(re.findall(r"landscape: (\d+) of", error)[-1])  # the bar's last state, or the line of ten seconds
+    last = int(re.findall(r"(\d+)/1000000", error)[-1])
     assert 0 < last <= found.done.sum() < found.done.size
     assert np.isfinite(found.values["train_loss"][found.done]).all()
 

@@ -99,7 +99,9 @@ def test_finished_runs_are_not_repeated(main: Main, tiny: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(main: Main, tiny: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a row: the resumed run ends with the numbers of an undisturbed one."""
-    words = ("--rows", "a,b", "--seeds", 1, "--set", "run.steps=1500", "--set", "run.checkpoint_every=100")
+    long = '"b" = { run.steps = 1500, run.checkpoint_every = 100,'
+    tiny.write_text(tiny.read_text().replace('"b" = {', long))
+    words = ("--rows", "a,b", "--seeds", 1)
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main("run", tiny, "--out", whole, *words)[0] == 0
     command = ["-m", "ddpcore.experiments", "run", tiny, "--out", out, *words]

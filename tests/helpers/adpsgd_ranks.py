@@ -28,7 +28,7 @@ from helpers.connection import connected
 from helpers.shared_memory_ranks import main
 
 SIZE, RATE = 70_000, 0.05  # three chunks of an average
-MEETINGS = 400
+STEPS, MEETINGS = 100, 400
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -73,18 +73,18 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def trains(rank: int, transport: str) -> None:
-    """200 fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
+    """Fast steps, with evaluations between: nothing is torn, and the mean moves by the gradients alone.
 
     All columns start alike and have the same gradient, so they stay alike, bit for bit, as long as every average is
     atomic.
     """
     model, optimizer, handle = parts(transport)
     moved, largest = 0.0, 1.0
-    for number in range(200):
+    for number in range(STEPS):
         moved += step(model, optimizer, goal=float(rank + number % 7))
         assert bool((model.weight == model.weight[0]).all()), f"torn at step {number}"
         largest = max(largest, abs(float(model.weight.detach()[0])))
-        if number % 50 == 49:
+        if number % 25 == 24:
             total = handle.comm.gather(torch.tensor([[moved, largest]], dtype=torch.float64))
             mean = float(handle.evaluation_model().weight.detach().unique())
             error = 3 * (number + 1) * EPS * float(total[:, 1].max())  # five roundings by half a unit in each job
@@ -116,11 +116,11 @@ def trains_accelerated(rank: int, transport: str) -> None:
     """As ``trains``: the mean of weights and doubles together moves by the gradients alone."""
     model, optimizer, handle = parts(transport, topology=ddpcore.Ring(), accelerated=True)
     moved, largest = 0.0, 1.0
-    for number in range(200):
+    for number in range(STEPS):
         moved += step(model, optimizer, goal=float(rank + number % 7))
         assert bool((model.weight == model.weight[0]).all()), f"torn at step {number}"
         largest = max(largest, float(handle.learner.live.rows().abs().max()))
-        if number % 50 == 49:
+        if number % 25 == 24:
             total = handle.comm.gather(torch.tensor([[moved, largest]], dtype=torch.float64))
             handle.learner.live.settle()
             everyone = handle.comm.gather(handle.learner.live.rows()[..., :SIZE].flatten(1)).view(-1, 2, SIZE)

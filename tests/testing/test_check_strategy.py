@@ -27,11 +27,17 @@ def test_all_scenarios() -> None:
 @pytest.mark.parametrize(
     "factory",
     [
-        *(SSGD, partial(LocalSGD, 2), NoisySSGD, partial(SlowMo, period=3), partial(PushSum, Ring())),
-        *(partial(NoLoCo, period=2), partial(GASLoC, period=2), own_parts.Alternating, GradientTracking),
-        partial(LocalSGD, 2, switch_step=3),
+        pytest.param(SSGD, id="ssgd"),
+        pytest.param(partial(SlowMo, period=3), id="slowmo"),
+        pytest.param(own_parts.Alternating, id="own"),
+        pytest.param(GradientTracking, id="tracking"),
+        pytest.param(partial(LocalSGD, 2), id="local_sgd", marks=pytest.mark.slow),
+        pytest.param(NoisySSGD, id="noisy_ssgd", marks=pytest.mark.slow),
+        pytest.param(partial(PushSum, Ring()), id="push_sum", marks=pytest.mark.slow),
+        pytest.param(partial(NoLoCo, period=2), id="noloco", marks=pytest.mark.slow),
+        pytest.param(partial(GASLoC, period=2), id="gasloc", marks=pytest.mark.slow),
+        pytest.param(partial(LocalSGD, 2, switch_step=3), id="post_local", marks=pytest.mark.slow),
     ],
-    ids=["ssgd", "local_sgd", "noisy_ssgd", "slowmo", "push_sum", "noloco", "gasloc", "own", "tracking", "post_local"],
 )
 def test_virtual_learners(factory: Callable[[], Strategy]) -> None:
     check_strategy(factory, num_learners=(1, 3), transports=())

@@ -46,14 +46,16 @@ def test_training_has_the_same_bits(name: str, tmp_path: Path) -> None:
     """With dropout, batch normalisation, augmentation and momentum."""
     fields = merged({"strategy": {"learners": 3}, "model": helper.HESSIAN["model"]}, helper.STRATEGIES[name])
     plain = run(tmp_path / "plain", **fields)
-    watched = run(tmp_path / "watched", **merged(fields, {"run": {"statistics_every": 2, "flatness_samples": 20}}))
+    is_measured = name in FAST  # flatness is that of the trained model, whatever has trained it
+    settings = {"run": {"statistics_every": 2, "flatness_samples": 20 if is_measured else 0}}
+    watched = run(tmp_path / "watched", **merged(fields, settings))
     for file in ("model.safetensors", "checkpoints/step-00000006/rank-0.safetensors"):
         both = [(tmp_path / out / file) for out in ("plain", "watched")]
         assert weights_of(both[0]) == weights_of(both[1]), file
     assert [line["step"] for line in watched.statistics] == [2, 4, 6]
     assert all(line["valid"] and line["num_learners"] == 3 for line in watched.statistics)
     assert (plain.statistics, plain.final["flatness"]) == ([], None)
-    assert math.isfinite(watched.final["flatness"]["relative_trace"])
+    assert not is_measured or math.isfinite(watched.final["flatness"]["relative_trace"])
     losses = [[epoch["train_loss"] for epoch in record.epochs] for record in (plain, watched)]
     assert losses[0] == losses[1]
 
