@@ -25,7 +25,7 @@ from ddpcore.optim.matrices import (
     results_of,
 )
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
-from ddpcore.optim.shard_exchange import ShardExchange, exchanged, rounds_of
+from ddpcore.optim.shard_exchange import Layout, exchanged
 from ddpcore.optim.shards import divided, local_gradients
 from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
 from ddpcore.options.typed import check_choice
@@ -245,21 +245,14 @@ class Muon(SavedOptimizer):
         """Step the DTensors of one kind. ``like`` has the dtype and the device of O(u)."""
         costs = [sum(matrix.cost for matrix in member.matrices()) for member in members]
         owners = owners_of(costs, math.prod(dist.get_world_size(group) for group in groups))
-        rounds = rounds_of([member.param.shape for member in members], owners)
-        parts = [[members[index] for index in indices] for indices in rounds]
-        exchanges = []
-        for part, indices in zip(parts, rounds, strict=True):
-            dims = [[dim for _, dim in member.shards] for member in part]
-            of_part = [owners[index] for index in indices]
-            exchanges.append(ShardExchange(groups, [member.param.shape for member in part], dims, of_part))
+        dims = [[dim for _, dim in member.shards] for member in members]
+        layouts = [Layout(*one) for one in zip([member.param.shape for member in members], dims, owners, strict=True)]
 
-        def updates(number: int, wholes: list[Tensor]) -> list[Tensor]:
-            return results_of([parts[number][index] for index in exchanges[number].owned], wholes)
+        def compute(numbers: list[int], wholes: list[Tensor]) -> list[Tensor]:
+            return results_of([members[number] for number in numbers], wholes)
 
-        directions = [[member.direction for member in part] for part in parts]
-        for part, shards in zip(parts, exchanged(exchanges, directions, updates, like), strict=True):
-            for member, shard in zip(part, shards, strict=True):
-                member.step(shard)
+        for number, shard in exchanged(groups, layouts, [member.direction for member in members], compute, like):
+            members[number].step(shard)
 
     def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""

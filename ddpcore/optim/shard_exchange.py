@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,36 +15,32 @@ ROUND = 2**22  # elements that travel to a rank together, so that the next ones 
 Arriving = Callable[[], list[Tensor]]  # waits, and returns what has arrived
 
 
+class Layout(NamedTuple):
+    """How the ranks of several groups hold a tensor, and which of them gets it."""
+
+    shape: Sequence[int]  # of the whole tensor
+    dims: Sequence[int]  # that the ranks of each group divide as torch.chunk does: the first group the whole, and so on
+    owner: int  # ranks of all groups are numbered together, those of the last group fastest
+
+
 class ShardExchange:
     """Gathers each tensor on one rank, and scatters what this rank makes of it. All have one dtype and device.
 
-    ``shapes`` are those of the whole tensors. The ranks of the first of ``groups`` divide each along the first of its
-    ``dims``, as ``torch.chunk`` divides; the ranks of the next group divide these parts along the next, and so on.
-    ``owners`` number the ranks of all groups together, those of the last group fastest. Each way takes one all-to-all
-    in each group. :attr:`owned` has the tensors that this rank gets.
+    Each way takes one all-to-all in each group. :attr:`owned` has the tensors that this rank gets.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[dist.ProcessGroup],
-        shapes: Sequence[Sequence[int]],
-        dims: Sequence[Sequence[int]],
-        owners: Sequence[int],
-    ) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], layouts: Sequence[Layout]) -> None:
         sizes = [dist.get_world_size(group) for group in groups]
-        divided = [list(shapes)]  # before the first division, and after each
+        divided = [[layout.shape for layout in layouts]]  # before the first division, and after each
         for level, group in enumerate(groups):
-            rank = dist.get_rank(group)
-            of_level = [each[level] for each in dims]
-            divided.append(
-                [_part(shape, dim, rank, sizes[level]) for shape, dim in zip(divided[-1], of_level, strict=True)]
-            )
+            rank, shapes = dist.get_rank(group), zip(divided[-1], layouts, strict=True)
+            divided.append([_part(shape, layout.dims[level], rank, sizes[level]) for shape, layout in shapes])
         self._hops: list[_Hop] = []
-        self.owned = list(range(len(shapes)))
+        self.owned = list(range(len(layouts)))
         for level in reversed(range(len(groups))):
-            places = [owners[index] // math.prod(sizes[level + 1 :]) % sizes[level] for index in self.owned]
-            of_level = [dims[index][level] for index in self.owned]
-            self._hops.append(_Hop(groups[level], [divided[level][index] for index in self.owned], of_level, places))
+            mine, inner = [layouts[index] for index in self.owned], math.prod(sizes[level + 1 :])
+            dims, places = [one.dims[level] for one in mine], [one.owner // inner % sizes[level] for one in mine]
+            self._hops.append(_Hop(groups[level], [divided[level][index] for index in self.owned], dims, places))
             self.owned = [self.owned[index] for index in self._hops[-1].owned]
 
     def gather(self, shards: Sequence[Tensor]) -> Arriving:
@@ -128,43 +125,48 @@ class _Hop:
 
 
 def exchanged(
-    exchanges: Sequence[ShardExchange],
-    shards: Sequence[Sequence[Tensor]],
-    compute: Callable[[int, list[Tensor]], list[Tensor]],
+    groups: Sequence[dist.ProcessGroup],
+    layouts: Sequence[Layout],
+    shards: Sequence[Tensor],
+    compute: Callable[[list[int], list[Tensor]], list[Tensor]],
     like: Tensor,
-) -> Iterator[list[Tensor]]:
-    """This rank's shards of the results, round by round. Collective.
+) -> Iterator[tuple[int, Tensor]]:
+    """The number of each tensor, and this rank's shard of what its owner makes of it. Collective.
 
-    ``shards`` are what each round sends, and ``compute`` makes the results of a round from its whole tensors. While it
-    computes, the shards of the next round and the results of the last one travel.
+    ``compute`` gets the numbers of tensors and the whole tensors. While it computes, the shards of the next ones and
+    the results of the last ones travel. ``like`` has the dtype and the device of the results.
     """
-    coming = exchanges[0].gather(shards[0])
-    back: Arriving | None = None
-    for number, exchange in enumerate(exchanges):
-        arrived = coming
-        if number + 1 < len(exchanges):
-            coming = exchanges[number + 1].gather(shards[number + 1])
-        following = exchange.scatter(compute(number, arrived()), like)
-        if back is not None:
-            yield back()
-        back = following
-    if back is not None:
-        yield back()
+    rounds = [(part, ShardExchange(groups, [layouts[index] for index in part])) for part in rounds_of(layouts)]
+    gathers = (exchange.gather([shards[index] for index in part]) for part, exchange in rounds)
+    coming: Arriving | None = next(gathers)
+    back: Iterable[tuple[int, Tensor]] = ()
+    for part, exchange in rounds:
+        arrived, coming = coming, next(gathers, None)
+        assert arrived is not None
+        results = compute([part[index] for index in exchange.owned], arrived())
+        following = exchange.scatter(results, like)
+        yield from back
+        back = _numbered(part, following)
+    yield from back
 
 
-def rounds_of(shapes: Sequence[Sequence[int]], owners: Sequence[int]) -> list[list[int]]:
+def _numbered(part: Sequence[int], arriving: Arriving) -> Iterator[tuple[int, Tensor]]:
+    yield from zip(part, arriving(), strict=True)
+
+
+def rounds_of(layouts: Sequence[Layout]) -> list[list[int]]:
     """The tensors that travel together. A round brings a rank one tensor, or several of :data:`ROUND` elements in all.
 
     Equal shapes stand together, because Muon orthogonalizes them as a batch.
     """
     rounds: list[list[int]] = []
     last: dict[int, tuple[int, int]] = {}  # the last round of each rank, and its elements
-    for index in sorted(range(len(shapes)), key=lambda index: (-math.prod(shapes[index]), tuple(shapes[index]))):
-        number, numel = last.get(owners[index], (0, 0))
-        size = math.prod(shapes[index])
+    for index in sorted(range(len(layouts)), key=lambda i: (-math.prod(layouts[i].shape), tuple(layouts[i].shape))):
+        size, owner = math.prod(layouts[index].shape), layouts[index].owner
+        number, numel = last.get(owner, (0, 0))
         if numel and numel + size > ROUND:
             number, numel = number + 1, 0
-        last[owners[index]] = number, numel + size
+        last[owner] = number, numel + size
         rounds.extend([] for _ in range(number + 1 - len(rounds)))
         rounds[number].append(index)
     return rounds

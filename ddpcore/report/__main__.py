@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(options: ReportOptions) -> int:
-    from ddpcore.report.figures import write_figures  # noqa: PLC0415  a missing package is one line
-    from ddpcore.report.page import page_of, sections_of  # noqa: PLC0415
+    from ddpcore.report.page import page_of, sections_of, write_figures  # noqa: PLC0415  a missing package is one line
 
     sources = read_sources(options.runs)
     sections = sections_of(sources, options.by)

@@ -1,9 +1,13 @@
-"""One HTML page from runs, studies and bench results. It loads nothing from a network."""
+"""One HTML page from runs, studies and bench results, and its charts as files. It loads nothing from a network."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,16 @@ from rich.text import Text
 
 from ddpcore.bench.commands import kind_of
 from ddpcore.display.chart import Chart, with_values
-from ddpcore.display.picture import svg_of
+from ddpcore.display.picture import pdf_of, svg_of
 from ddpcore.display.table import plain_lines
-from ddpcore.report.curvature import curvature_sections
+from ddpcore.experiments.charts import curve_charts, study_charts
+from ddpcore.experiments.compare import compare
+from ddpcore.experiments.tables import about_runs, claim_cells, comparison_cells, run_label
 from ddpcore.report.groups import grouped
-from ddpcore.report.runs import run_sections
+from ddpcore.report.runs import curvature_sections, run_sections, timeline_sections
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Sources
-from ddpcore.report.studies import compare_all, study_section
-from ddpcore.report.timeline import timeline_sections
+from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import plain, shown
 
 ASSETS = Path(__file__).parent / "assets"
@@ -111,3 +116,97 @@ def _drawn(chart: Chart) -> dict[str, str]:
         note = f"This chart cannot be drawn ({type(error).__name__}: {error}): are the values damaged?"
         return _drawn(Chart(title=chart.title, note=note))
     return {"title": plain(chart.title), "note": plain(chart.note), "kind": chart.kind, "svg": svg}
+
+
+def compare_all(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The comparisons of all studies that can be read, and what is wrong with the others.
+
+    Folders that cannot be compared with each other are shown one by one.
+    """
+    good, problems = [], []
+    for path in paths:
+        try:
+            compare([path])
+            good.append(path)
+        except (ValueError, OSError) as error:
+            problems.append(plain(str(error)))
+    try:
+        return compare(good) if good else [], problems
+    except ValueError as error:
+        return [one for path in good for one in compare([path])], [*problems, plain(str(error))]
+
+
+def study_section(comparison: Mapping[str, Any]) -> Section:
+    """The section of one study."""
+    labels, tables, folded = [run_label(run) for run in comparison["runs"]], [], []
+    if comparison["claims"]:
+        heading, rows = claim_cells(comparison)
+        unknown = [row for row, claim in zip(rows, comparison["claims"], strict=True)
+                   if claim["on_published"]["word"] == "not run"]  # fmt: skip
+        for row in unknown:
+            row[3] = "-"  # the document has no such numbers
+        kept = 4 if len(unknown) == len(rows) else 3
+        short = [[*row[:2], *row[kept:]] for row in (heading, *rows)]  # without the predicates
+        tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
+        folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],
+                                rows=[[row[0], row[2]] for row in rows], num_left=2))  # fmt: skip
+    heading, rows = comparison_cells(comparison)
+    first = comparison["metrics"][0]
+    shown = [row for row, line in zip(rows, comparison["lines"], strict=True)
+             if line["metric"] == first or line["published"] is not None]  # fmt: skip
+    tables.append(TableData(title="Published and measured", headings=heading, rows=shown, num_left=2))
+    notes = TableData(title="Notes", headings=["note"], rows=[[note] for note in comparison["notes"]])
+    every = TableData(title="All metrics", headings=heading, rows=rows, num_left=2)
+    results, about = _results(comparison, labels), [f"Published: {comparison['source']}.", *about_runs(comparison)]
+    folded += [one for one, given in ((every, len(shown) < len(rows)), (notes, comparison["notes"])) if given]
+    return Section(
+        title=comparison["title"],
+        lines=[comparison["question"], *results, *about],
+        tables=tables,
+        folded=folded,
+        charts=[*study_charts(comparison, labels), *curve_charts(comparison, labels)],
+        charts_first=True,
+        problems=[plain(f"{problem}: the rest is shown") for problem in comparison["problems"]],
+    )
+
+
+def _results(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
+    """A sentence for each folder: how many of the claims have which verdict."""
+    found = []
+    for place, label in enumerate(labels if comparison["claims"] else ()):
+        words = Counter(claim["verdicts"][place]["word"] for claim in comparison["claims"])
+        told = ", ".join(f"{num} with the verdict {word!r}" for word, num in words.most_common())
+        found.append(f"Result, {label}: {words.total()} claims, {told}.")
+    return found
+
+
+_COLUMNS = ("series", "x", "y", "low", "high")
+
+
+def write_figures(sections: Sequence[Section], folder: Path) -> int:
+    """Write ``TITLE.pdf``, ``.svg`` and ``.csv`` for each chart, and return how many charts there are.
+
+    Charts with equal titles get a number. The CSV has all points, the pictures too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken: dict[str, int] = {}
+    charts = [chart for section in sections for chart in section.charts]
+    for chart in charts:
+        name = re.sub(r"[^a-z0-9]+", "-", chart.title.lower()).strip("-")[:80] or "chart"
+        taken[name] = taken.get(name, 0) + 1
+        name += f"-{taken[name]}" if taken[name] > 1 else ""
+        for suffix, content in (("pdf", pdf_of(chart)), ("svg", svg_of(chart).encode()), ("csv", _csv(chart))):
+            replace_file(folder / f"{name}.{suffix}", content)
+    return len(charts)
+
+
+def _csv(chart: Chart) -> bytes:
+    """A line for each point: its curve, x and y, and the ends of its band; what is not known is empty."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for series in chart.series:
+        gaps = [None] * len(series.y)
+        for row in zip(series.x, series.y, series.low or gaps, series.high or gaps, strict=True):
+            writer.writerow([series.name, *row])
+    return out.getvalue().encode()

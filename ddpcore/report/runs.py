@@ -1,17 +1,22 @@
-"""Sections of the page about runs: what came out, curves of losses and scores, statistics, topology."""
+"""Sections of the page about runs: results, curves, statistics, topology, curvature, and who waits for whom."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import numpy as np
+
+from ddpcore.bench.findings import waited_for
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
+from ddpcore.display.surfaces import surface_charts
 from ddpcore.options.keys import get
+from ddpcore.records.surface import Surface
 from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
 from ddpcore.report.section import Section, TableData
 from ddpcore.report.sources import Run
@@ -242,3 +247,155 @@ def _part(row: dict[str, Any], part: str, key: str) -> Any:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+RISE = 0.1  # of the loss, for the width of a level set
+_METRICS = {"train_loss": "Loss", "ratio": "|Smallest / largest eigenvalue|"}
+
+
+def curvature_sections(runs: Sequence[Run], colors: Sequence[int]) -> list[Section]:
+    """The Hessian along the runs, and their landscapes, with one scale of colours for each plane and metric."""
+    return [_hessian(runs, colors), _landscapes(runs)]
+
+
+def _hessian(runs: Sequence[Run], colors: Sequence[int]) -> Section:
+    def chart(title: str, y_label: str, value: Callable[[dict[str, Any]], Number], note: str = "") -> Chart:
+        series = []
+        for run, color in zip(runs, colors, strict=True):
+            points = [(line["step"], value(line)) for line in run.hessian]
+            if any(found is not None for _, found in points):
+                x, y = zip(*points, strict=True)
+                series.append(Series(name=run.label, x=x, y=y, style="line+points", color=color))
+        return Chart(title=title, x_label="step", y_label=y_label, series=series, note=note)
+
+    alike = "The number that {} alike in all directions would have is 1 / P for each eigenvector, with P weights."
+    charts = [
+        chart("Largest eigenvalue of the Hessian", "largest eigenvalue", lambda line: _first(line.get("largest"))),
+        chart("Smallest eigenvalue of the Hessian", "smallest eigenvalue", lambda line: finite(line.get("smallest"))),
+        chart(
+            "Disagreement along the top eigenvectors", "share of the squared distance from the mean",
+            lambda line: _sum(line.get("disagreement")), alike.format("a disagreement"),
+        ),
+        chart(
+            "Gradient noise along the top eigenvectors", "share of the squared noise",
+            lambda line: _sum(line.get("noise_shares")), alike.format("a noise"),
+        ),
+    ]  # fmt: skip
+    return Section(title="Hessian along the run", charts=[one for one in charts if one.series])
+
+
+def _first(values: Any) -> Number:
+    return finite(values[0]) if isinstance(values, list) and values else None
+
+
+def _sum(values: Any) -> Number:
+    numbers = [finite(value) for value in values] if isinstance(values, list) and values else [None]
+    return None if None in numbers else sum(value for value in numbers if value is not None)
+
+
+def _landscapes(runs: Sequence[Run]) -> Section:
+    planes = sorted({stem for run in runs for stem in run.landscapes})
+    found = {plane: {run.label: run.landscapes[plane] for run in runs if plane in run.landscapes} for plane in planes}
+    charts = []
+    for plane, surfaces in found.items():
+        for metric, title in _METRICS.items():
+            needed = {"min_eig", "max_eig"} if metric == "ratio" else {metric}
+            having = {name: one for name, one in surfaces.items() if needed <= one.values.keys()}
+            charts += surface_charts({f"{title}, {name}: {plane}": one for name, one in having.items()}, metric)
+    lines = ["Pictures of one kind and one plane have the same scale of colours."] if len(charts) > 1 else []
+    return Section(title="Landscapes", lines=lines, tables=[_table(found)] if found else [], charts=charts)
+
+
+def _table(found: dict[str, dict[str, Surface]]) -> TableData:
+    headings = ["landscape", "points", "lowest loss", "highest loss", f"radius of the set at lowest + {RISE:g}"]
+    rows = []
+    for name, surface in [(f"{name}: {plane}", one) for plane, own in found.items() for name, one in own.items()]:
+        loss = surface.loss[np.isfinite(surface.loss)]
+        row = [name, f"{int(surface.done.sum())} of {surface.done.size}"]
+        numbers = [loss.min(), loss.max()] if loss.size else []
+        numbers += [surface.level_radius(RISE)] if loss.size and surface.done.all() else []
+        rows.append([*row, *(f"{value:.4g}" for value in numbers), *["-"] * (3 - len(numbers))])
+    return TableData(title="", headings=headings, rows=rows)
+
+
+MAX_COLUMNS = 400  # of a heat map
+_PARTS = {
+    "compute": "compute",
+    "overlapped": "hidden averaging, at most",
+    "exposed": "exposed averaging",
+    "seconds": "whole step",
+}
+_COUNTS = ("forward", "backward", "compute", "exposed")
+
+
+def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
+    """By rank, then by step: the recorded lines that have times."""
+    found = {
+        rank: {line["step"]: line for line in lines if finite(line.get("compute")) is not None}
+        for rank, lines in run.steps.items()
+    }
+    return {rank: lines for rank, lines in found.items() if lines}
+
+
+def timeline_sections(run: Run) -> list[Section]:
+    """The section of a run; none if fewer than two ranks have recorded their steps: one rank waits for nobody."""
+    found = timed_steps(run)
+    if len(found) < 2:
+        return []
+    steps = sorted(set.intersection(*(set(lines) for lines in found.values())))
+    ranks = list(found)
+    headings = ["rank", *(f"{title}, ms" for title in _PARTS.values())]
+    rows = [[str(rank), *(_mean(found[rank], steps, key) for key in _PARTS)] for rank in ranks]
+    tables = [TableData(title=f"Mean of {len(steps):,} steps", headings=headings, rows=rows), *_waits(found, steps)]
+    lines, charts = [], []
+    if steps:
+        lines = _named(found, steps)
+        titles = (("exposed", "Exposed averaging"), ("compute", "Compute"))
+        charts = [_heat(found, steps, key, f"{title} of each rank at each step") for key, title in titles]
+    return [Section(title=f"Who waits for whom: {run.label}", lines=lines, tables=tables, charts=charts)]
+
+
+def _mean(lines: Mapping[int, dict[str, Any]], steps: Sequence[int], key: str) -> str:
+    values = [value for step in steps if (value := finite(lines[step].get(key))) is not None]
+    return f"{1e3 * statistics.fmean(values):.3g}" if values else "-"
+
+
+def _heat(found: Mapping[int, Any], steps: Sequence[int], key: str, title: str) -> Chart:
+    size = -(-len(steps) // MAX_COLUMNS) or 1
+    starts, series = range(0, len(steps), size), []
+    for rank, lines in found.items():
+        seconds = [finite(lines[step].get(key)) for step in steps]
+        parts = ([1e3 * one for one in seconds[start : start + size] if one is not None] for start in starts)
+        y = [max(part, default=None) for part in parts]
+        series.append(Series(name=f"rank {rank}", x=[steps[start] for start in starts], y=y))
+    note = f"A column is the largest value of {size} steps." if size > 1 else ""
+    return Chart(title=title, kind="heat", x_label="step", y_label="ms", series=series, note=note)
+
+
+def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> list[TableData]:
+    """For each rank, how long it waited for each other rank, summed over the steps; no table if nobody waited."""
+    ranks = list(found)
+    numbers = {str(rank): rank for rank in ranks}
+    total = {rank: dict.fromkeys(ranks, 0.0) for rank in ranks}
+    for rank, lines in found.items():
+        for step in steps:
+            waits = lines[step].get("waits")
+            for other, seconds in waits.items() if isinstance(waits, dict) else ():
+                if other in numbers and finite(seconds) is not None:
+                    total[rank][numbers[other]] += seconds
+    if not any(any(row.values()) for row in total.values()):
+        return []
+    rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]
+    headings = ["waits for, ms in all", *(f"rank {rank}" for rank in ranks)]
+    title = "Time that the rank of a row waited for the rank of a column"
+    return [TableData(title=title, headings=headings, rows=rows)]
+
+
+def _named(found: Mapping[int, Any], steps: Sequence[int]) -> list[str]:
+    """A sentence for each rank for which the others wait; none for steps that were recorded without their passes."""
+    rows = {rank: [[lines[step].get(key) for key in _COUNTS] for step in steps] for rank, lines in found.items()}
+    if any(finite(value) is None for lines in rows.values() for line in lines for value in line):
+        return []
+    means = {rank: [statistics.fmean(column) for column in zip(*lines, strict=True)] for rank, lines in rows.items()}
+    own = {rank: (forward, backward, work - forward - backward) for rank, (forward, backward, work, _) in means.items()}
+    return waited_for(own, {rank: mean[3] for rank, mean in means.items()})

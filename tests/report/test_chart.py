@@ -9,8 +9,8 @@ import pytest
 
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.picture import height_of, svg_of
+from ddpcore.report.runs import MAX_COLUMNS, timeline_sections
 from ddpcore.report.sources import read_sources
-from ddpcore.report.timeline import MAX_COLUMNS, timeline_sections
 
 Make = Any  # of conftest.py
 
