@@ -5,7 +5,9 @@ As a script: one rank of six, which runs all cases on groups of the first 1 to 6
 
 from __future__ import annotations
 
+import heapq
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -170,19 +172,62 @@ CASES += [
 ]
 
 
-def _cover(cases: list[Case]) -> list[Case]:
-    """Some of the cases, so that each pair of values that occurs in a case occurs in one of these. Greedy, in order."""
-    pairs = {case: {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)} for case in cases}
-    left, found = set().union(*pairs.values()), []
+class Run(NamedTuple):
+    """A case on real ranks."""
+
+    case: Case
+    way: str  # the transport of ranks with a learner each; or grid2, grid3: so many virtual learners on each rank
+
+    def __str__(self) -> str:
+        return f"{self.case}-{self.way}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.case.world_size // (num_rows(self.way) or 1)
+
+    def combinations(self, num: int) -> set[Any]:
+        """Each combination of so many values of strategy, topology, size, optimizer, model and way."""
+        return set(combinations(enumerate((*self.case, self.way)), num))
+
+
+def num_rows(way: str) -> int | None:
+    return int(way.removeprefix("grid")) if way.startswith("grid") else None
+
+
+def _ways(case: Case) -> tuple[str, ...]:
+    """Those in which a case can run. Grids take no transport, and a group of two cannot hold a part of three."""
+    ways = ["pg", "shm"]
+    if case.world_size in (4, LARGEST) and case.optimizer == "fused":
+        ways.append("grid2")
+        is_grouped = case.strategy.startswith("grouped")
+        if case.world_size == LARGEST and case.topology in ("ring", "random_pair") and not is_grouped:
+            ways.append("grid3")
+    return tuple(ways)
+
+
+def _cover(runs: list[Run], wanted: Callable[[Run], set[Any]]) -> list[Run]:
+    """Some of the runs, which have together what is wanted of any run: greedy, by what each rank adds."""
+    found, left = [], set().union(*map(wanted, runs))
+    heap = [(-len(wanted(run)) / run.num_ranks, number) for number, run in enumerate(runs)]
+    heapq.heapify(heap)
     while left:
-        best = max(cases, key=lambda case: len(pairs[case] & left))
-        found.append(best)
-        left -= pairs[best]
+        _, number = heapq.heappop(heap)
+        run = runs[number]
+        gain = len(wanted(run) & left) / run.num_ranks  # less than before, as others have been taken
+        if gain and heap and -gain > heap[0][0]:
+            heapq.heappush(heap, (-gain, number))
+        elif gain:
+            found.append(run)
+            left -= wanted(run)
     return found
 
 
-FAST = frozenset(_cover(CASES))
-"""The cases of ``make test``; ``make check`` runs all."""
+ALL = [Run(case, way) for case in CASES for way in _ways(case)]
+WHOLE = frozenset(_cover(ALL, lambda run: {run.case, *run.combinations(3)}))
+"""The runs of ``make check``: all cases, and each triple of values that occurs in any run."""
+FAST = frozenset(_cover([run for run in ALL if run in WHOLE], lambda run: run.combinations(2)))
+"""The runs of ``make test``: each pair of values."""
+FAST_CASES = frozenset(run.case for run in FAST)
 PARTS = ("averages", "gossip", "coded")
 
 
@@ -193,15 +238,9 @@ def part_of(case: Case) -> str:
     return "gossip" if case.strategy in GOSSIP else "averages"
 
 
-GRIDS = [(case, 2) for case in CASES if case.world_size in (4, LARGEST) and case.optimizer == "fused"]
-GRIDS += [
-    (case, 3)
-    for case, _ in GRIDS
-    if case.world_size == LARGEST
-    and case.topology in ("ring", "random_pair")
-    and not case.strategy.startswith("grouped")
-]  # a group of two cannot hold a part of three
-"""Run with so many virtual learners on each of fewer ranks, too. They take no transport, so no shared memory."""
+def runs_of(part: str) -> list[Run]:
+    """The runs of a file."""
+    return [run for run in ALL if run in WHOLE and part_of(run.case) == part]
 
 
 def outer(tensors: Any) -> torch.optim.Optimizer:
@@ -281,19 +320,12 @@ def main() -> None:
 
     path, rank, world_size = join()
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world_size + 1)}  # every rank takes part in each
-    results: dict[Any, Any] = {}
+    results: dict[str, Result] = {}  # by the run's name, as this file is another module in the tests
     part, is_fast = sys.argv[4], sys.argv[5] == "fast"
-    cases = [case for case in CASES if part_of(case) == part and (case in FAST or not is_fast)]
-    for case in cases:
-        if rank < case.world_size:
-            for transport in ("pg", "shm"):
-                results[tuple(case), transport] = train(case, groups[case.world_size], transport=transport)
-    for case, num_rows in GRIDS:
-        if case not in cases:
-            continue
-        num_ranks = case.world_size // num_rows
-        if rank < num_ranks:
-            results[("grid", num_rows, *case)] = train(case, groups[num_ranks], num_rows=num_rows)
+    for run in runs_of(part):
+        if rank < run.num_ranks and (run in FAST or not is_fast):
+            given: dict[str, Any] = {"num_rows": num_rows(run.way)} if num_rows(run.way) else {"transport": run.way}
+            results[str(run)] = train(run.case, groups[run.num_ranks], **given)
     torch.save(results, path)
     dist.barrier()
     dist.destroy_process_group()

@@ -16,23 +16,14 @@ GOSSIPING = tuple(name for name in oracle.GOSSIP if name != "slowmo")  # without
 APART = ("local_sgd", "grouped", "dpsgd", "dpsgd_cta", "dpsgd_stale")  # learners differ after the last step
 
 
-def cases(part: str) -> list[Any]:
-    """The cases of a file. Those that ``make test`` leaves out are slow."""
-    found = [case for case in oracle.CASES if oracle.part_of(case) == part]
-    return [pytest.param(case, id=str(case), marks=() if case in oracle.FAST else pytest.mark.slow) for case in found]
-
-
-def grids(part: str) -> list[Any]:
-    """The same of several learners on each rank."""
-    found = [(case, rows) for case, rows in oracle.GRIDS if oracle.part_of(case) == part]
-    return [
-        pytest.param(case, rows, id=f"{case}-{rows}", marks=() if case in oracle.FAST else pytest.mark.slow)
-        for case, rows in found
-    ]
+def runs(part: str) -> list[Any]:
+    """The runs of a file. Those that ``make test`` leaves out are slow."""
+    marks = {run: () if run in oracle.FAST else pytest.mark.slow for run in oracle.runs_of(part)}
+    return [pytest.param(run, id=str(run), marks=mark) for run, mark in marks.items()]
 
 
 def results_of(part: str) -> Callable[[pytest.FixtureRequest], list[dict[Any, Any]]]:
-    """A fixture: the results of six ranks, in all cases of the file or in the fast ones, as they are selected."""
+    """A fixture: the results of six ranks, in all runs of the file or in the fast ones, as they are selected."""
 
     @pytest.fixture(scope="module")
     def real(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
@@ -54,31 +45,31 @@ def ulps(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).abs().max() / unit).item()
 
 
-def is_bitwise(case: Any, transport: str) -> bool:
+def is_bitwise(run: oracle.Run) -> bool:
     """Whether real and virtual learners do the same arithmetic in a case.
 
     A gossip average adds a learner's own weights first, and then those of its neighbours by ascending rank. A mean of
     gathered rows, or of rows in shared memory, adds all rows by ascending rank. An all-reduce of gloo adds in another
     order, which changes the rounding for three or more learners.
     """
-    return transport == "shm" or case.topology != "all_reduce" or case.world_size <= 2
+    return run.way == "shm" or run.case.topology != "all_reduce" or run.case.world_size <= 2
 
 
-def check_case(case: Any, real: list[dict[Any, Any]]) -> None:
-    """Weights, losses, average, distance and bytes, over both transports."""
-    for transport in ("pg", "shm"):
-        _check_weights(case, transport, real)
-        _check_average(case, transport, real)
+def check_run(run: oracle.Run, real: list[dict[Any, Any]]) -> None:
+    """Weights, losses, average, distance and bytes."""
+    seen = [rank[str(run)] for rank in real[: run.num_ranks]]
+    _check_weights(run, seen)
+    _check_average(run, seen)
 
 
-def _check_weights(case: Any, transport: str, real: list[dict[Any, Any]]) -> None:
+def _check_weights(run: oracle.Run, seen: list[Any]) -> None:
     """Every learner ends with the same weights: bit for bit, or within 4 ULPs of the largest one (see is_bitwise)."""
-    seen = [rank[tuple(case), transport] for rank in real[: case.world_size]]
+    case = run.case
     weights = torch.cat([one.weights for one in seen])
     losses = torch.cat([one.losses for one in seen], dim=1)
     assert losses.shape == (STEPS, case.world_size)
     assert losses.isfinite().all()
-    if is_bitwise(case, transport):
+    if is_bitwise(run):
         assert torch.equal(weights, virtual(case).weights)
         assert torch.equal(losses, virtual(case).losses)
     else:
@@ -90,27 +81,15 @@ def _check_weights(case: Any, transport: str, real: list[dict[Any, Any]]) -> Non
         assert torch.equal(groups, groups[:, :1].expand_as(groups)), "they must hold the same bits"
 
 
-def check_grid(case: Any, num_rows: int, real: list[dict[Any, Any]]) -> None:
-    """Two or three virtual learners on each rank, against all in one process: bit for bit if averages are gathered."""
-    seen = [rank[("grid", num_rows, *case)] for rank in real[: case.world_size // num_rows]]
-    weights = torch.cat([one.weights for one in seen])
-    if is_bitwise(case, "pg"):
-        assert torch.equal(weights, virtual(case).weights)
-        assert torch.equal(torch.cat([one.losses for one in seen], dim=1), virtual(case).losses)
-    else:
-        assert ulps(weights, virtual(case).weights) <= 4
-    for one in seen:
-        assert ulps(one.average, virtual(case).average) <= 4
-        assert one.consensus == pytest.approx(virtual(case).consensus, rel=1e-5, abs=1e-6)
-
-
-def _check_average(case: Any, transport: str, real: list[dict[Any, Any]]) -> None:
+def _check_average(run: oracle.Run, seen: list[Any]) -> None:
     """The evaluation model is the mean on every rank. Distances and bytes are equal.
 
     Parameters are weighted in push_sum, and by the samples of learners; buffers are not.
 
-    For three or more learners they may differ by 4 ULPs, because the mean may be an all-reduce of gloo.
+    For three or more learners they may differ by 4 ULPs, because the mean may be an all-reduce of gloo, or because a
+    rank adds up its own virtual learners first.
     """
+    case = run.case
     expected, weights = virtual(case), virtual(case).weights.double()
     shares = torch.ones(case.world_size).double() if expected.shares is None else expected.shares
     if case.topology == oracle.UNBALANCED:
@@ -125,8 +104,10 @@ def _check_average(case: Any, transport: str, real: list[dict[Any, Any]]) -> Non
     assert expected.consensus == pytest.approx(distance, abs=error)
     if case.strategy in APART and case.world_size > (2 if case.strategy == "grouped" else 1):
         assert distance > 0.01, "learners on different data must differ, or this test compares nothing"
-    for one in (rank[tuple(case), transport] for rank in real[: case.world_size]):
-        assert ulps(one.average, expected.average) <= (0 if is_bitwise(case, transport) else 4)
+    is_same = is_bitwise(run) and not oracle.num_rows(run.way)
+    for one in seen:
+        assert ulps(one.average, expected.average) <= (0 if is_same else 4)
         assert one.consensus == pytest.approx(distance, abs=error)
-    if transport == "pg" or case.strategy in GOSSIPING:  # shared memory gathers no small averages
-        assert real[0][tuple(case), transport].bytes_sent == expected.bytes_sent
+    # Shared memory gathers no small averages, and learners of one rank send each other nothing.
+    if run.way == "pg" or (run.way == "shm" and case.strategy in GOSSIPING):
+        assert seen[0].bytes_sent == expected.bytes_sent

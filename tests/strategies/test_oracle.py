@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,16 +14,18 @@ from helpers.oracle_checks import ulps, virtual
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def pairs_of(cases: Any) -> set[Any]:
-    return {(i, j, case[i], case[j]) for case in cases for i, j in combinations(range(len(case)), 2)}
+def combinations_of(runs: Iterable[oracle.Run], num: int) -> set[Any]:
+    return set().union(*(run.combinations(num) for run in runs))
 
 
-def test_the_fast_cases_are_a_pairwise_cover() -> None:
-    """Each pair of values of strategy, topology, size, optimizer and model that occurs, occurs in a fast case."""
-    assert set(oracle.CASES) >= oracle.FAST
-    assert pairs_of(oracle.FAST) == pairs_of(oracle.CASES)
-    assert len(oracle.FAST) < len(oracle.CASES) / 2
-    assert {oracle.part_of(case) for case in oracle.CASES} == set(oracle.PARTS)
+def test_the_runs_cover_all_cases() -> None:
+    """Of strategy, topology, size, optimizer, model and way: fast runs have all pairs, and others all triples."""
+    assert set(oracle.ALL) >= oracle.WHOLE >= oracle.FAST
+    assert {run.case for run in oracle.WHOLE} == set(oracle.CASES)
+    assert combinations_of(oracle.WHOLE, 3) == combinations_of(oracle.ALL, 3)
+    assert combinations_of(oracle.FAST, 2) == combinations_of(oracle.ALL, 2)
+    assert len(oracle.FAST) < len(oracle.WHOLE) / 2 < len(oracle.ALL) / 3
+    assert sorted(map(str, oracle.WHOLE)) == sorted(str(run) for part in oracle.PARTS for run in oracle.runs_of(part))
 
 
 COMPARED = [case for case in oracle.CASES if case._replace(optimizer="torch", model="mlp") in oracle.CASES]
@@ -31,7 +33,8 @@ COMPARED = [case for case in COMPARED if case.optimizer == "fused" and case.mode
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(one, id=str(one), marks=() if one in oracle.FAST else pytest.mark.slow) for one in COMPARED]
+    "case",
+    [pytest.param(one, id=str(one), marks=() if one in oracle.FAST_CASES else pytest.mark.slow) for one in COMPARED],
 )
 def test_fused_and_torch_optimizers_agree(case: Any) -> None:
     """FusedSGD (mix and step in one pass on real ranks) and torch.optim.SGD after a mix: a few ULPs over six steps."""

@@ -12,12 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 real = oracle_checks.results_of("coded")
 
 
-@pytest.mark.parametrize("case", oracle_checks.cases("coded"))
-def test_real_ranks(case: Any, real: list[dict[Any, Any]]) -> None:
+@pytest.mark.parametrize("run", oracle_checks.runs("coded"))
+def test_real_ranks(run: Any, real: list[dict[Any, Any]]) -> None:
     """A learner ends as the virtual one does: bit for bit, or within 4 ULPs of the largest weight."""
-    oracle_checks.check_case(case, real)
-
-
-@pytest.mark.parametrize(("case", "num_rows"), oracle_checks.grids("coded"))
-def test_several_learners_a_rank(case: Any, num_rows: int, real: list[dict[Any, Any]]) -> None:
-    oracle_checks.check_grid(case, num_rows, real)
+    oracle_checks.check_run(run, real)
