@@ -113,7 +113,7 @@ def main() -> None:
     sources = sorted((ROOT / "dist").glob("*.tar.gz"))
     if len(sources) != 1:
         raise SystemExit("wheels: dist/ must hold one source distribution: run 'make sdist' first")
-    homes = {None: None, **{cuda: toolkit_of(cuda) for cuda in options.cuda}}  # what is missing is said first
+    homes = {cuda: toolkit_of(cuda) if cuda else None for cuda in (None, *options.cuda)}  # fails before it builds
     for cuda, home in homes.items():
         wheel = build(sources[0], cuda, home)
         print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 2**20:.1f} MB", flush=True)
