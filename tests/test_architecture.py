@@ -364,7 +364,7 @@ def test_good_imports_pass(tmp_path):
         "docs/architecture.md": TABLE,
         "ddpcore/__init__.py": "from ddpcore.comm import x\nfrom .topology import y",
         "ddpcore/ops/__init__.py": "import torch",
-        "ddpcore/comm/shared/flags.py": "from .. import base\nimport ddpcore.ops",
+        "ddpcore/comm/shared/coordination.py": "from .. import base\nimport ddpcore.ops",
         "benchmarks/x.py": "import ddpcore.bench",
     })  # fmt: skip
     assert layer_complaints(tmp_path) == []

@@ -17,8 +17,7 @@ from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.options.command_line import SETTINGS
-from ddpcore.options.fields import check, field
-from ddpcore.options.keys import get, parse_settings
+from ddpcore.options.fields import check, field, get, parse_settings
 from ddpcore.options.typed import suggest
 from ddpcore.strategies.base import Baseline, Plan, Strategy, Traits, check_on_nonfinite, check_transport
 from ddpcore.strategies.registry import STRATEGIES, is_baseline

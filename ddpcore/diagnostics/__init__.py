@@ -3,13 +3,12 @@
 from ddpcore.records.surface import Surface
 
 from .dynamics import Dynamics, Spread
-from .estimates import NoiseScale, noise_scale
 from .flatness import Flatness, flatness
 from .hessian import Hessian
 from .hessian_statistics import HessianRecord, HessianStatistics
 from .landscape import Plane, eigenvector_plane, landscape, plane_through, random_plane
 from .noise import NoiseStatistics
-from .record import NoiseRecord
+from .record import NoiseRecord, NoiseScale, noise_scale
 from .spectra import Eigenvalues, Estimate, SpectralDensity
 from .weights import DataLoss
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.display.chart import COLORS, Chart, Number, Series, check_plot, finite
-from ddpcore.options.keys import get
+from ddpcore.options.fields import get
 
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list

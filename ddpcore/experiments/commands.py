@@ -15,15 +15,13 @@ from ddpcore.display.chart import PLOT, check_plot
 from ddpcore.display.table import cell_of, console_of
 from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
-from ddpcore.experiments.compare import compare
+from ddpcore.experiments.compare import compare, markdown, print_comparison, run_label
 from ddpcore.experiments.landscapes import LandscapeOptions, landscapes
 from ddpcore.experiments.plan import RunPlan, backend_of, check_data, check_folder, cost_of, make_plan
 from ddpcore.experiments.run import run, run_in_torchrun, warn
 from ddpcore.experiments.study import SCALES
-from ddpcore.experiments.tables import markdown, print_comparison, run_label
 from ddpcore.options.command_line import RUNS, Parser, add_flags
-from ddpcore.options.fields import SEED_RANGE, check, field
-from ddpcore.options.keys import parse_settings
+from ddpcore.options.fields import SEED_RANGE, check, field, parse_settings
 from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddpcore.diagnostics import Hessian, eigenvector_plane, landscape, plane_through, random_plane
 from ddpcore.diagnostics.landscape import BATCH_NORM
 from ddpcore.display.chart import SUFFIXES
-from ddpcore.display.surfaces import plot_surfaces
+from ddpcore.display.picture import plot_surfaces
 from ddpcore.options.command_line import RUNS
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import SEED_RANGE, check, field

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddpcore.options.keys import get
+from ddpcore.options.fields import get
 from ddpcore.records.run import RunRecord
 from ddpcore.records.study import CURVES
 

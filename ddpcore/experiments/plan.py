@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments.study import Row, Study, check_claim
-from ddpcore.options.keys import dotted
-from ddpcore.records.config import BOOKKEEPING
+from ddpcore.options.fields import dotted
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
 from ddpcore.runtime.launch import torchrun_world
 from ddpcore.storage.files import LOCK

@@ -14,7 +14,7 @@ from ddpcore.experiments import claims
 from ddpcore.experiments.metrics import METRICS
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
-from ddpcore.records.config import SECTIONS
+from ddpcore.records.run import SECTIONS
 from ddpcore.records.study import CLAIM, Claim, check_chart
 from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.saved import replaced, run_state
-from ddpcore.integrations.accelerate import check_plain
-from ddpcore.integrations.ranks import NoSync, load_rank_file, one_learner, rank_file
+from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 

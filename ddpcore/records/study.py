@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ddpcore.options.keys import dotted
+from ddpcore.options.fields import dotted
 from ddpcore.options.typed import check_table, is_finite
-from ddpcore.records.config import nested
+from ddpcore.records.run import nested
 from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, write_json
 from ddpcore.storage.limits import plain, shown
 

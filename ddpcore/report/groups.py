@@ -9,8 +9,8 @@ from itertools import chain
 from typing import Any
 
 from ddpcore.display.chart import Number, finite
-from ddpcore.options.keys import dotted
-from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
+from ddpcore.options.fields import dotted
+from ddpcore.records.run import BOOKKEEPING, KEYS_0_2
 from ddpcore.report.sources import Run
 from ddpcore.storage.limits import plain
 from ddpcore.topology.describe import MOST_DRAWN

@@ -20,12 +20,10 @@ from ddpcore.display.chart import Chart, with_values
 from ddpcore.display.picture import pdf_of, svg_of
 from ddpcore.display.table import plain_lines
 from ddpcore.experiments.charts import curve_charts, study_charts
-from ddpcore.experiments.compare import compare
-from ddpcore.experiments.tables import about_runs, claim_cells, comparison_cells, run_label
+from ddpcore.experiments.compare import about_runs, claim_cells, compare, comparison_cells, run_label
 from ddpcore.report.groups import grouped
 from ddpcore.report.runs import curvature_sections, run_sections, timeline_sections
-from ddpcore.report.section import Section, TableData
-from ddpcore.report.sources import Sources
+from ddpcore.report.sources import Section, Sources, TableData
 from ddpcore.storage.files import replace_file
 from ddpcore.storage.limits import plain, shown
 

@@ -14,12 +14,11 @@ import numpy as np
 
 from ddpcore.bench.findings import waited_for
 from ddpcore.display.chart import Chart, Number, Series, finite, network, with_values
-from ddpcore.display.surfaces import surface_charts
-from ddpcore.options.keys import get
+from ddpcore.display.picture import surface_charts
+from ddpcore.options.fields import get
 from ddpcore.records.surface import Surface
 from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
-from ddpcore.report.section import Section, TableData
-from ddpcore.report.sources import Run
+from ddpcore.report.sources import Run, Section, TableData
 from ddpcore.topology.describe import MOST_DRAWN
 
 # Field of an epoch, or of the part of a statistics line, and the title and y label of its chart.

@@ -1,4 +1,4 @@
-"""What a report is made of: runs, studies and bench results, read from paths. Damage is reported, not raised."""
+"""What the page shows: runs, studies and bench results, read from paths (damage is reported), and its parts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ddpcore.display.chart import Chart
 from ddpcore.records.run import LANDSCAPES, RECORD, STEPS, RunRecord, has_step, rank_of, step_file
 from ddpcore.records.study import MANIFEST, RESULTS
 from ddpcore.records.surface import SUFFIX, Surface, read_surface
@@ -138,3 +139,26 @@ def read_bench(path: Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise ValueError(f"{shown(path)} is not the result of a bench: it has no list of rows: name another file")
     return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page: a heading, sentences, tables and charts, in this order."""
+
+    title: str
+    lines: Sequence[str] = ()
+    tables: Sequence[TableData] = ()
+    folded: Sequence[TableData] = ()  # below the charts, for a reader to open
+    charts: Sequence[Chart] = ()
+    problems: Sequence[str] = ()  # what could not be read or shown
+    charts_first: bool = False  # above the tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableData:
+    """A table of text: its title, headings, rows, and how many columns on the left are names."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_left: int = 1

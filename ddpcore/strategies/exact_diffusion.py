@@ -14,8 +14,7 @@ from ddpcore.strategies.base import Strategy, Traits, check_mixable, topology_of
 from ddpcore.strategies.learner import Learner
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Ring
-from ddpcore.topology.rounds import TOLERANCE
-from ddpcore.topology.spectrum import is_symmetric
+from ddpcore.topology.rounds import TOLERANCE, is_symmetric
 from ddpcore.topology.wrapped import Damped
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpcore.topology import rounds as of_step
-from ddpcore.topology import spectrum
 from ddpcore.topology.rounds import MixingMatrix, Round, Vector
 
 Matrix = npt.NDArray[np.float64]
@@ -84,14 +83,14 @@ class Topology(ABC):
             steps = range(8 * RANDOM_STEPS if period is None else period)
             weights = np.ones(num_learners) if kept is None else kept
             matrices = [self.matrix(step, num_learners) for step in steps]
-            return spectrum.weighted_gap(matrices, weights, is_random=period is None)
+            return of_step.weighted_gap(matrices, weights, is_random=period is None)
         shape = self.translations(num_learners)
         if shape is not None:
             firsts = [self.round(step, 0, num_learners) for step in range(period)]
-            eigenvalues = spectrum.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])
+            eigenvalues = of_step.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])
             shrunk = float(abs(eigenvalues[1:]).max())  # convolutions commute and are normal matrices
         else:
-            shrunk = spectrum.contraction([self.mixing_matrix(step, num_learners) for step in range(period)])
+            shrunk = of_step.contraction([self.mixing_matrix(step, num_learners) for step in range(period)])
         rounding = num_learners * float(np.finfo(np.float64).eps)  # its T-th root would not be small
         return 1.0 if shrunk <= rounding else max(0.0, 1.0 - shrunk ** (1 / period))
 

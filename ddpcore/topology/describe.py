@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpcore.options.typed import check_range
-from ddpcore.topology import spectrum
+from ddpcore.topology import rounds as of_step
 from ddpcore.topology.base import RANDOM_STEPS, Topology, check
 from ddpcore.topology.rounds import TOLERANCE, first_row, mixing_matrix
 
@@ -61,7 +61,7 @@ def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math
         edges.update((rank, reader) for rank, turn in enumerate(rounds) for reader in turn.destinations)
         degrees += [len(turn.destinations) for turn in rounds]
         # On a grid a column of W has the same entries as a row.
-        doubly_stochastic &= shape is not None or spectrum.is_doubly_stochastic(mixing_matrix(rounds))
+        doubly_stochastic &= shape is not None or of_step.is_doubly_stochastic(mixing_matrix(rounds))
     mean = math.fsum(degrees) / len(degrees)
     gap = topology.spectral_gap(num_learners)
     return Description(
@@ -108,10 +108,10 @@ def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
     """The smallest eigenvalue of the matrix of a static topology; None if it is not symmetric."""
     shape = topology.translations(num_learners)
     if shape is not None:
-        eigenvalues = spectrum.grid_eigenvalues([first_row(topology.round(0, 0, num_learners), shape)])
+        eigenvalues = of_step.grid_eigenvalues([first_row(topology.round(0, 0, num_learners), shape)])
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
     mixing = topology.mixing_matrix(0, num_learners)
-    return float(np.linalg.eigvalsh(mixing.dense())[0]) if spectrum.is_symmetric(mixing) else None
+    return float(np.linalg.eigvalsh(mixing.dense())[0]) if of_step.is_symmetric(mixing) else None
 
 
 def check_stale(topology: Topology, num_learners: int) -> None:
@@ -124,7 +124,7 @@ def check_stale(topology: Topology, num_learners: int) -> None:
     if period is None or num_learners > MOST_CHECKED:
         return
     matrices = [topology.mixing_matrix(step, num_learners) for step in range(period)]
-    if all(map(spectrum.is_symmetric, matrices)):
+    if all(map(of_step.is_symmetric, matrices)):
         return
     identity, none = np.eye(num_learners), np.zeros((num_learners, num_learners))
     differences = np.kron(np.eye(2), identity - 1 / num_learners)

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from ddpcore.options.command_line import SETTINGS, parse
-from ddpcore.options.fields import check, field
-from ddpcore.options.keys import parse_settings
+from ddpcore.options.fields import check, field, parse_settings
 from ddpcore.records.run import CHECKPOINTS, RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.limits import plain, shown

@@ -25,8 +25,7 @@ from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
-from ddpcore.records.config import nested
-from ddpcore.records.run import RECORD, RunRecord
+from ddpcore.records.run import RECORD, RunRecord, nested
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples

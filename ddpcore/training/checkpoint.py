@@ -16,8 +16,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.comm.membership import Membership
 from ddpcore.options.extras import extra
-from ddpcore.records.config import nested
-from ddpcore.records.run import FILES, FORMAT, MANIFEST, rank_files, read_manifest, step_folder, steps_of
+from ddpcore.records.run import FILES, FORMAT, MANIFEST, nested, rank_files, read_manifest, step_folder, steps_of
 from ddpcore.storage.files import sync_folder, write_file
 from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
 from ddpcore.storage.serialization import pack, unpack

@@ -11,10 +11,9 @@ from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import SAMPLERS, SHARDS, Dataset
 from ddpcore.data.shards import check_sizes
 from ddpcore.options.command_line import described
-from ddpcore.options.fields import check_value
-from ddpcore.options.keys import dotted
+from ddpcore.options.fields import check_value, dotted
 from ddpcore.options.typed import suggest, typed
-from ddpcore.records.config import BOOKKEEPING, SECTIONS, key_of_0_2, nested
+from ddpcore.records.run import BOOKKEEPING, SECTIONS, key_of_0_2, nested
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddpcore.records.config import nested
-from ddpcore.records.run import MODEL, RECORD, STEPS, rank_of, step_file
+from ddpcore.records.run import MODEL, RECORD, STEPS, nested, rank_of, step_file
 from ddpcore.runtime.launch import StopSignal
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.storage.files import replace_file

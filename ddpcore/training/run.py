@@ -15,8 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from ddpcore.data import SAMPLERS, SHARDS, Dataset, total_variation
 from ddpcore.optim.schedules import OF_ANY_LENGTH
-from ddpcore.records.config import nested
-from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, read_manifest, steps_of
+from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, nested, read_manifest, steps_of
 from ddpcore.runtime.launch import Stopped, StopSignal, World
 from ddpcore.runtime.machine import machine
 from ddpcore.storage.files import locked

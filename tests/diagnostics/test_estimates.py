@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddpcore.diagnostics import noise_scale
-from ddpcore.diagnostics.estimates import gain_of, ratio_interval
+from ddpcore.diagnostics.record import gain_of, ratio_interval
 
 
 def isotropic(scale: float, num_learners: int, batch_size: int, num_steps: int, seed: int, d: int = 64):

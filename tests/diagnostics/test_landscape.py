@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddpcore.diagnostics import DataLoss, Hessian, Plane, eigenvector_plane, landscape, plane_through, random_plane
-from ddpcore.display.surfaces import plot_surfaces
+from ddpcore.display.picture import plot_surfaces
 from ddpcore.distributed.averaging import recalibrate
 from ddpcore.records.surface import Surface, read_surface, write_surface
 

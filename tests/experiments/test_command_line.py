@@ -11,7 +11,7 @@ import pytest
 from ddpcore.experiments import study
 from ddpcore.experiments.__main__ import main
 from ddpcore.experiments.study import find_study
-from ddpcore.options.keys import parse_settings
+from ddpcore.options.fields import parse_settings
 
 FIELDS: dict[str, dict[str, Any]] = {
     "optimizer.lr=0.5": {"optimizer": {"lr": 0.5}},

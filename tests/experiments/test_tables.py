@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ddpcore.experiments.charts import plot_comparison
-from ddpcore.experiments.tables import markdown, print_comparison, run_label
+from ddpcore.experiments.compare import markdown, print_comparison, run_label
 
 
 def spread(**values: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpcore.comm import SharedMemoryCommunicator
-from ddpcore.comm.shared import averages
+from ddpcore.comm.shared import segments
 from ddpcore.runtime import launch
 from helpers import oracle
 from helpers.ranks import join
@@ -117,19 +117,19 @@ def unlike_and_old() -> str:
 def stopped(rank: int, in_thread: bool) -> tuple[str, str]:
     """What a rank is told if the first average of rank 1 ends in the middle, when it waits and when it waits again."""
     comm = SharedMemoryCommunicator(in_thread=in_thread)
-    row, real = shared_row(comm, 100, float(rank)), averages.average_share_
+    row, real = shared_row(comm, 100, float(rank)), segments.average_share_
 
     def half(columns: list[Tensor], share: int) -> None:
-        averages.average_share_ = real
+        segments.average_share_ = real
         columns[0].add_(1)
         raise MemoryError("none is left") if in_thread else KeyboardInterrupt
 
     if rank == 1:
-        averages.average_share_ = half
+        segments.average_share_ = half
     work = comm.average_(row)
     dist.barrier()
     if rank == 1 and in_thread:  # else this thread may compute the average
-        wait_for(lambda: averages.average_share_ is real)
+        wait_for(lambda: segments.average_share_ is real)
     told = []
     for _ in range(2):
         try:

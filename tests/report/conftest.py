@@ -70,7 +70,7 @@ def drawing(name: str) -> Callable[[Chart], Any]:
 @pytest.fixture(autouse=True)
 def equal_charts_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if find_spec("matplotlib") is not None and find_spec("jinja2") is not None:
-        for place in ("page.svg_of", "figures.svg_of", "figures.pdf_of"):
+        for place in ("page.svg_of", "page.pdf_of"):
             monkeypatch.setattr(f"ddpcore.report.{place}", drawing(place.partition(".")[2]))
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from ddpcore.display.chart import Chart
 from ddpcore.report.page import bench_section, page_of, sections_of
-from ddpcore.report.section import Section
-from ddpcore.report.sources import read_sources
+from ddpcore.report.sources import Section, read_sources
 
 HERE = {
     "device": "a CPU", "cores": 2, "threads_per_rank": 1, "threads": 2, "torch": "2.13", "ddpcore": "0.2",

@@ -13,8 +13,7 @@ from ddpcore.display.chart import Chart
 from ddpcore.display.picture import svg_of
 from ddpcore.records.surface import Surface, write_surface
 from ddpcore.report.page import page_of, sections_of
-from ddpcore.report.section import Section
-from ddpcore.report.sources import read_sources
+from ddpcore.report.sources import Section, read_sources
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

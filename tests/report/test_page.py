@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ddpcore.bench.topology import TopologyConfig, measure
-from ddpcore.options.keys import dotted, parse_settings, put
-from ddpcore.records.config import BOOKKEEPING, KEYS_0_2
+from ddpcore.options.fields import dotted, parse_settings, put
+from ddpcore.records.run import BOOKKEEPING, KEYS_0_2
 from ddpcore.report.__main__ import main
 from ddpcore.report.groups import config_of, constants, grouped
 from ddpcore.report.page import page_of, sections_of

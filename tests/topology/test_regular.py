@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpcore import Hierarchical, Hypercube, Ring, Round, Star, StaticExponential, Topology, Torus2D
-from ddpcore.topology import spectrum
+from ddpcore.topology import rounds
 from helpers.each import each
 
 
@@ -87,7 +87,7 @@ def test_the_gap_is_that_of_the_matrix(chosen: Topology, n: int) -> None:
     if shape is not None:
         assert math.prod(shape) == n
         mixing = chosen.mixing_matrix(0, n)
-        assert gap == pytest.approx(1 - spectrum.contraction([mixing]) if n > 1 else 1.0, abs=1e-12)
+        assert gap == pytest.approx(1 - rounds.contraction([mixing]) if n > 1 else 1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ddpcore
-from ddpcore.options.keys import dotted, parse_settings
-from ddpcore.records.config import BOOKKEEPING
+from ddpcore.options.fields import dotted, parse_settings
+from ddpcore.records.run import BOOKKEEPING
 from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.training import DataConfig, ModelConfig, OptimizerConfig, RunConfig, StrategyConfig, TrainConfig
 from ddpcore.training.config import merged

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ddpcore.options.keys import parse_settings, put
-from ddpcore.records.config import KEYS_0_2, SECTIONS, from_0_2
+from ddpcore.options.fields import parse_settings, put
+from ddpcore.records.run import KEYS_0_2, SECTIONS, from_0_2
 from ddpcore.training import TrainConfig
 from ddpcore.training.config import describe_fields
 

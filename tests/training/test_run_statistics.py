@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ddpcore.data import Dataset
 from ddpcore.diagnostics import Hessian, NoiseStatistics, flatness
-from ddpcore.options.keys import get
+from ddpcore.options.fields import get
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints

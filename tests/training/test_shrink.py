@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpcore.data import Split
-from ddpcore.options.keys import dotted
+from ddpcore.options.fields import dotted
 from ddpcore.records.run import RunRecord
 from ddpcore.runtime import launch
 from ddpcore.storage.json_lines import read_lines

@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from ddpcore.options.keys import dotted
-from ddpcore.records.config import KEYS_0_2, from_0_2, nested
+from ddpcore.options.fields import dotted
+from ddpcore.records.run import KEYS_0_2, from_0_2, nested
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.config import describe_fields
 

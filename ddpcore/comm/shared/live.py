@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Job, LiveWeights, PairMean
 from ddpcore.comm.shared import memory
-from ddpcore.comm.shared.coordination import Coordinator
-from ddpcore.comm.shared.flags import LINE_BYTES, Flags
+from ddpcore.comm.shared.coordination import LINE_BYTES, Coordinator, Flags
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3  # seconds between two attempts to lock a row
 

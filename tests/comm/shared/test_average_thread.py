@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpcore.comm.shared.averages import Averages
 from ddpcore.comm.shared.coordination import NUM_TEXTS
 from ddpcore.comm.shared.memory import Buffers
+from ddpcore.comm.shared.segments import Averages
 from helpers import average_thread_ranks as script
 from helpers import oracle, ranks
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from ddpcore.comm.shared import flags
-from ddpcore.comm.shared.flags import LINE_BYTES, Flags
+from ddpcore.comm.shared import coordination
+from ddpcore.comm.shared.coordination import LINE_BYTES, Flags
 
 
 def memory(num_flags: int = 4) -> mmap.mmap:
@@ -83,6 +83,6 @@ def test_two_processes_take_turns() -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((ValueError, BufferError, TypeError)):
         Flags(b"read only" * 100)
-    monkeypatch.setattr(flags, "WHY_NOT_COMPILED", "it is not built: build it")
+    monkeypatch.setattr(coordination, "WHY_NOT_COMPILED", "it is not built: build it")
     with pytest.raises(ImportError, match="shared memory needs compiled counters: it is not built: build it"):
         Flags(memory())
