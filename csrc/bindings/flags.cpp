@@ -1,5 +1,5 @@
 // Counters in memory that several processes map. One process increases a counter, others wait for it. These are C
-// functions, which ddpcore/comm/shared/coordination.py calls through ctypes: one library serves every version of Python.
+// functions, which ddpcore/comm/shared calls through ctypes: one library serves every version of Python.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
