@@ -83,21 +83,20 @@ class Place:
         return x[self.learner, self.shard], y[self.learner, self.shard]
 
     def train(self, handle: Any, steps: range, clip: bool = False, micros: int = 1) -> None:
-        """Of virtual learners, too: each has the batches of a whole shard group. ``micros``: in every other step."""
+        """Of virtual learners, too: each has the batches of a whole shard group."""
         optimizer, dtype = handle.learner.optimizer, next(handle.model.parameters()).dtype
         for step in steps:
             optimizer.zero_grad()
-            num = micros if step % 2 else 1
-            for micro in range(num):
-                with contextlib.nullcontext() if micro == num - 1 else handle.no_sync():
+            for micro in range(micros):
+                with contextlib.nullcontext() if micro == micros - 1 else handle.no_sync():
                     if handle.comm.transport == "virtual":
                         handle.num_samples = range(1, self.num + 1)  # only strategies with weights read it
-                        x, y = (one.flatten(1, 2) for one in self.batches(step, micro, num))
+                        x, y = (one.flatten(1, 2) for one in self.batches(step, micro, micros))
                         outputs = handle.model(x.to(dtype))
                         handle.backward([cross_entropy(o, one) for o, one in zip(outputs, y, strict=True)])
                     else:
                         handle.num_samples = self.learner + 1
-                        x, y = self.batch(step, micro, num)
+                        x, y = self.batch(step, micro, micros)
                         cross_entropy(handle.model(x.to(dtype)), y).backward()
             if clip and step == 3:
                 handle.clip_grad_norm_(0.5)

@@ -347,20 +347,14 @@ def refused(place: Place) -> dict[str, str]:
     return texts
 
 
-# The optimizers in turn, and with a strategy of each kind every one.
-BITS = [(name, [*OPTIMIZERS][turn % len(OPTIMIZERS)]) for turn, name in enumerate(SHARDABLE)]
-KINDS = [(name, one) for name in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if one != "adamw"]
-CASES = [(name, "adamw", "mixed") for name in SHARDABLE]
-CASES += [(n, one, "double" if one == "muon" else "plain") for n, one in KINDS if (n, one) != ("dpsgd", "muon")]
-ALONE = [("units", "adamw"), ("dpsgd", "lars", "replicate"), ("ssgd", "sgd", "plain", "hook")]
-ALONE += [("dpsgd", "sgd", "replicate", "hook")]
-RESUMED = [*((name, "adamw") for name in SHARDABLE), ("ssgd", "muon")]
-RESHARDED = [(name, "adamw") for name in ("dpsgd", "diloco", "streaming", "slowmo", "gasloc")]
-BY_HAND = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
-NONFINITE = [("raise", "local_sgd"), ("skip", "local_sgd"), ("skip", "dpsgd")]
-NOISE = [(name, dynamic) for name in ("ssgd", "dpsgd") for dynamic in (False, True)]
-OF_THREE = [*((name, "adamw") for name in ("ssgd", "streaming", "dpsgd_cta", "push_sum")), ("dpsgd", "lamb")]
-OF_THREE += [("diloco", "lars")]
+RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
+
+
+QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
+BITS = [(name, "adamw") for name in SHARDABLE]
+BITS += [(n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if (n, one) not in BITS]
+PLAIN = [case for case in BITS if case != ("dpsgd", "muon")]  # gossip mixes no float64, which Muon needs here
+CASES = [(n, one, "mixed") if one == "adamw" else (n, one, "double" if one == "muon" else "plain") for n, one in PLAIN]
 
 
 def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
@@ -369,34 +363,54 @@ def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
     return oracle.fits("ring", learners, case[0]) and not (chunked and (shards > 1 or case[0].startswith("grouped")))
 
 
-def four(folder: Path) -> dict[str, Any]:
-    two, ones = Place(2, 2), Place(4, 1)
-    cases = [case for case in [*CASES, *ALONE] if case in ALONE or fits(case, 2, 2)]
+def quick(folder: Path) -> dict[str, Any]:
+    two, four = Place(2, 2), Place(4, 1)
+    cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
+    cases += [("dpsgd", "lars", "replicate"), ("diloco", "muon", "double"), ("diloco", "adamw", "mixed")]
+    cases += [("units", "adamw"), ("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
     return {
         "virtual": {case: beside_virtual(two, *case) for case in cases},
-        "plain": {case: bits_of_plain_ranks(ones, *case) for case in BITS if fits(case, 4, 1)},
-        "features": {case: beside_averages_by_hand(two, *case) for case in BY_HAND},
-        "accumulated": accumulated(two),
-        "resumed": {case: resumed(two, *case, folder) for case in RESUMED if fits(case, 2, 1)},
-        "resharded": {case: resharded(two, *case, folder) for case in RESHARDED},
-        "momentum": momentum_average(two),
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
+        "features": {(one, "ssgd"): beside_averages_by_hand(two, one, "ssgd") for one in ("bf16", "tied", "replicate")},
+        "resumed": {case: resumed(two, *case, folder) for case in RESUMED},
+        "resharded": {case: resharded(two, *case, folder) for case in RESUMED[:2]},
         "saved": saved_average(two, sys.argv[5], folder),
-        "nonfinite": {case: nonfinite(two, *case) for case in NONFINITE},
+        "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
         "average": average_of_ties_and_teachers(two),
         "memory": sharded_memory.beyond_fsdp(two.mesh),
-        "noise": {f"{name} {dynamic}": noise(two, name, dynamic=dynamic) for name, dynamic in NOISE},
+        "noise": {
+            f"{name} {dynamic}": noise(two, name, dynamic=dynamic)
+            for name in ("ssgd", "dpsgd")
+            for dynamic in (False, True)
+        },
         "refused": {**refused(two), **refused_states(two, folder)},
+    }
+
+
+def whole_list(folder: Path) -> dict[str, Any]:
+    two, four = Place(2, 2), Place(4, 1)
+    by_hand = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
+    return {
+        "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
+        "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
+        "features": {case: beside_averages_by_hand(two, *case) for case in by_hand},
+        "accumulated": accumulated(two),
+        "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
+        "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},
+        "momentum": momentum_average(two),
+        "nonfinite": {("skip", "dpsgd"): nonfinite(two, "skip", "dpsgd")},
     }
 
 
 def six(folder: Path) -> dict[str, Any]:
     place = Place(2, 3)
-    return {"virtual": {case: beside_virtual(place, *case) for case in OF_THREE}}
+    cases = [(name, "adamw") for name in QUICK] + [("dpsgd", "lamb"), ("diloco", "lars")]
+    return {"virtual": {case: beside_virtual(place, *case) for case in cases}}
 
 
 def main() -> None:
     path, _, _ = join()
-    what = {"four": four, "six": six}[sys.argv[4]]
+    what = {"quick": quick, "whole_list": whole_list, "six": six}[sys.argv[4]]
     torch.save(what(path.parent), path)
     dist.barrier()
     dist.destroy_process_group()
