@@ -201,7 +201,9 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
     zero, as for a parameter that the part does not use.
     """
     gradients = slopes_of(part, parameters, torch.ones_like(part, requires_grad=True))
-    live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None]
+    live = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
+    if not live:  # parameters without elements
+        return [None] * len(parameters)
     outputs, num = [g for g, _ in live], len(live[0][1])
     rows = [
         torch.autograd.grad(

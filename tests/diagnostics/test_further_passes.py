@@ -101,8 +101,8 @@ def test_a_layer_may_be_frozen_on_the_way():
     statistics = NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
     for step in range(2):
         if step == 1:
-            for name, parameter in handle.model.named_parameters():
-                parameter.requires_grad_("0." not in name)
+            for each in handle.models:
+                each[0].requires_grad_(False)
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
