@@ -43,6 +43,7 @@ def test_an_import_without_torch_is_an_import_error():
     assert found.stderr.splitlines()[-1].startswith(f"ModuleNotFoundError: ddpcore: {sys.executable} has no torch")
 
 
+@pytest.mark.slow
 def test_a_part_of_the_current_folder_has_a_name(tmp_path):
     """The installed script begins with its own folder on the path, ``python -m`` with the current one."""
     (tmp_path / "mine.py").write_text("from ddpcore import Ring\n\n\nclass Mine(Ring):\n    pass\n")

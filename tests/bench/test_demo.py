@@ -20,6 +20,7 @@ def result() -> dict[str, Any]:
         return demo.measure(demo.DemoConfig(seeds=1))
 
 
+@pytest.mark.slow
 def test_dpsgd_trains_where_ssgd_fails(result: dict[str, Any]) -> None:
     errors = {row["strategy"]: row["test_error_pct"] for row in result["rows"]}
     assert errors["dpsgd"][0] < 6

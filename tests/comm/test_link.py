@@ -187,6 +187,7 @@ def seen() -> list[dict[str, Any]]:
     return ranks.run("link_ranks", 3, timeout=900)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 @pytest.mark.parametrize("name", helper.STRATEGIES)
 def test_a_link_changes_no_bit(name: str, transport: str, seen: list[dict[str, Any]]) -> None:

@@ -54,6 +54,7 @@ def test_training_has_the_same_bits(strategy: str) -> None:
     assert all(record["problem"] is None for record in watched["records"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "transport"), [marked(*run) for run in training.RUNS])
 def test_real_ranks_say_what_virtual_learners_say(strategy: str, transport: str, real: list[dict[Any, Any]]) -> None:
     virtual = virtual_learners(strategy)

@@ -62,6 +62,7 @@ def virtual_learners(strategy: str) -> dict[str, Any]:
     return training.train(strategy, watched=True, dropout=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["pg", "shm"])
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_real_ranks_say_what_virtual_learners_say(strategy, transport, real):

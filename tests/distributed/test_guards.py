@@ -23,6 +23,7 @@ def seen() -> list[dict[Any, Any]]:
     return ranks.run("guard_ranks", 2)
 
 
+@pytest.mark.slow
 def test_a_failed_call_on_ranks_changes_nothing(seen: list[dict[Any, Any]]) -> None:
     for rank in seen:
         one = rank["failed call"]

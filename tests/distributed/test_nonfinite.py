@@ -41,6 +41,7 @@ def averages(case: helper.Case) -> bool:
     return case.strategy == "ssgd" or (case.strategy == "post_local" and case.bad_step == 0)
 
 
+@pytest.mark.slow
 @each(("case", "transport"), helper.RUNS)
 def test_ranks_do_what_virtual_learners_do(
     case: helper.Case, transport: str, real: list[dict[Any, Any]], virtual: dict[Any, Any]

@@ -19,6 +19,7 @@ def found() -> Any:
     return everyone[0]
 
 
+@pytest.mark.slow
 @each("name", MAKERS)
 def test_the_rank_and_its_phase_are_named(name: str, found: Any) -> None:
     """200 ms in one pass of rank 1, while all other ranks wait for it and have steps of the same length."""

@@ -197,6 +197,7 @@ def test_torchtitan_lamb(tmp_path: Path) -> None:
     assert printed.splitlines()[-1].endswith("entries of state, by the names of the parameters")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells, in their order. All strategies learn, and only SSGD's learners stay together."""
     monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -87,6 +87,7 @@ def test_runs_of_a_study_are_told_apart_by_their_rows(runs: Path, main: Main) ->
     assert str(runs / "a") not in out.replace(str(runs / "planes"), "")
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(runs: Path, main: Main) -> None:
     words = ("landscape", runs / "a", "--points", 3, "--ratio", "--out", runs / "out")
     assert main(*words)[0] == 0
@@ -120,6 +121,7 @@ def test_solutions_and_eigenvectors(runs: Path, main: Main) -> None:
     assert read_surface(runs / "a" / "landscape" / "eigenvectors.h5").x.tolist() == [-0.5, 0.0, 0.5]
 
 
+@pytest.mark.slow
 def test_processes_share_the_points(runs: Path) -> None:
     """Also with eigenvalues at each point. The bits are those of one process."""
     for num in (1, 2):

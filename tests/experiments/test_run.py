@@ -54,6 +54,7 @@ def test_every_row_and_seed(main: Main, tiny: Path, tmp_path: Path) -> None:
     assert manifest["rows"]["b"]["published"] == {"train_loss": 0.6}
 
 
+@pytest.mark.slow
 def test_parallel_jobs_have_the_results_of_sequential_ones(main: Main, tiny: Path, tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     assert main("run", tiny, "--out", alone)[0] == 0
@@ -236,6 +237,7 @@ def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) 
     assert real["metrics"]["train_loss"] == pytest.approx(virtual["metrics"]["train_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_runs_a_study(tiny: Path, tmp_path: Path) -> None:
     """Two ranks of torchrun give what the study's own two ranks give; a second start says what is there."""
     words = ("run", tiny, "--rows", "ssgd", "--seeds", 1, "--set", "strategy.learners=4", "--set", "data.batch_size=16")

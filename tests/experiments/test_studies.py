@@ -101,6 +101,7 @@ def test_names() -> None:
     assert study.STUDIES.names() == NAMES
 
 
+@pytest.mark.slow
 @each("scale", study.SCALES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_is_a_valid_run(name: str, scale: str) -> None:

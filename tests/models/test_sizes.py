@@ -36,6 +36,7 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert abs(4 * num_parameters / 2**20 - megabytes) <= (0.01 if name == "googlenet" else 0.0051)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "speech_lstm"])
 def test_a_batch_of_two_and_gradients_that_reach_every_parameter(name: str) -> None:
     model = awake(MODELS.build(name))

@@ -58,6 +58,7 @@ def compiled(set_threads: Any) -> dict[str, Any]:
     return without_kernels.results()
 
 
+@pytest.mark.slow
 def test_importing_warns_once_in_one_line(alone):
     assert len(alone["warned"]) == 1, alone["warned"]
     category, message = alone["warned"][0]
@@ -104,6 +105,7 @@ def test_distribute_needs_no_compiled_library(alone, set_threads, assert_same_bi
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
     folder = copy_of_the_package(tmp_path)
     (folder / "ddpcore" / "_ops.abi3.so").write_bytes(b"no library")

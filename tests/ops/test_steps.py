@@ -69,6 +69,7 @@ def test_a_scratch_serves_steps_on_some_of_the_tensors(rule, device, assert_same
         steps.assert_same_step(step, expected, assert_same_bits)
 
 
+@pytest.mark.slow
 @every_rule
 def test_ten_million_elements(rule, device, assert_same_bits):
     step = new_step(rule, device, [10_000_001], "fp32")

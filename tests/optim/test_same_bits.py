@@ -6,6 +6,7 @@ import io
 import random
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -199,6 +200,7 @@ def test_any_number_of_threads(kind: str, seed: int, set_threads: Any) -> None:
     assert_alike(*ends)
 
 
+@pytest.mark.slow
 @each(("kind", "seed"), [(kind, seed) for kind, seed in CASES if seed < 1])
 def test_compiled_and_eager(kind: str, seed: int) -> None:
     """The compiler sees a kernel as one operator, so that "aot_eager" calls what its code generator would call."""

@@ -20,7 +20,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (on Debian: apt install chromium)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (on Debian: apt install chromium)"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -347,6 +347,7 @@ def test_groups_by_a_field(make_run: Make) -> None:
         result(*folders, by=("nothing",))
 
 
+@pytest.mark.slow
 def test_figures(make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(2):
         out = ("--out", tmp_path / "r.html", "--figures", tmp_path / f"figures{number}")

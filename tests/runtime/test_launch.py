@@ -191,6 +191,7 @@ def test_self_started_and_torchrun_are_the_same(
     assert seen[0][0]["losses"] != seen[0][1]["losses"], "ranks train on different data"
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ranks_listen_on_this_machine_alone_and_share_its_cores(
     training: tuple[Launcher, subprocess.Popen[str]],

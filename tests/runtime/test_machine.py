@@ -29,6 +29,7 @@ def faults(mode: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted on Linux alone")
 def test_the_next_block_takes_the_memory_of_the_last() -> None:
     if platform.libc_ver()[0] != "glibc":

@@ -62,6 +62,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         read_file(tmp_path / "file", 8, "the limit")
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.lists(st.dictionaries(KEYS, JSON, max_size=3), max_size=5), st.binary(max_size=30), st.data())
 def test_a_record_of_any_bytes(lines: list[dict[str, Any]], junk: bytes, data: st.DataObject) -> None:

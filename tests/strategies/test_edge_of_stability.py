@@ -56,6 +56,7 @@ def growth(strategy: Any, curvature: float, num_steps: int = 100) -> float:
     return norms[1] / norms[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "bound"),
     [

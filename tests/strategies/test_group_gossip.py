@@ -80,6 +80,7 @@ def test_bytes_between_groups_are_a_part() -> None:
     assert sent[K] <= gradients + 2 / K + (K - 1) / K + 4 / numel
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_ranks() -> None:
     """Real ranks over both transports, in loops of several kinds, have the bits of virtual learners."""

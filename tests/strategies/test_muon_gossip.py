@@ -86,6 +86,7 @@ def test_equations(tracking: bool) -> None:
     torch.testing.assert_close(trained(strategy, 3), reference(tracking, 3), rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 def test_only_tracking_finds_the_minimum_of_the_mean_loss() -> None:
     """SUDA-Muon (2604.23980): plain gossip around Muon rests elsewhere. Synchronous SGD around Muon is the control."""
     plain, tracked, together = trained(DPSGD(Ring())), trained(GradientTracking(Ring())), trained(SSGD())

@@ -96,6 +96,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", EXACT_ONES)
 def test_they_reach_the_minimum_of_the_mean_loss(name: str, optimizer: str) -> None:

@@ -224,6 +224,7 @@ GOSSIP = {
 }
 
 
+@pytest.mark.slow
 @each(("name", "base"), [(name, base) for name in GOSSIP for base in (Ring(), RandomPair(seed=1), Star())])
 def test_gossip_finds_the_minimum_of_the_weighted_loss(name: str, base: Any) -> None:
     """The mean that is kept is the weighted one: with equal curvatures it is exact, though learners stay apart."""

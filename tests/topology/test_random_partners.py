@@ -36,6 +36,7 @@ def test_matchings_of_a_step_are_independent_and_the_first_is_that_of_one_partne
     assert random_matching(0, 5, 8, 0) == random_matching(0, 5, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 6, 7])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_the_expected_square_and_the_gap(k: int, n: int) -> None:

@@ -56,6 +56,7 @@ def test_numbers_of_hops_are_counted_in_integers() -> None:
             assert OnePeerExponential().period(n) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANY_NUMBER)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 9, 15])
 def test_odd_numbers_one_and_two(name: str, n: int) -> None:

@@ -103,6 +103,7 @@ def killed_at(operation: int, function: Callable[[], None]) -> bool:
     return status == signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_same_step_again_killed_at_each_file_operation(tmp_path: Path) -> None:
     """The old or the new checkpoint of the step loads, whole and without a warning, and the next save works."""
     first = checkpoints(tmp_path / "first")

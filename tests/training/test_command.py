@@ -106,6 +106,7 @@ def test_a_callback_gets_each_row_of_the_record(tmp_path: Path) -> None:
     assert rows[2] == record.final
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [0, 7])
 def test_rows_come_in_the_order_of_steps(
     checkpoint_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

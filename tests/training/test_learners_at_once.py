@@ -49,6 +49,7 @@ def _trained(at_once, *args, **options):
     return [*losses, torch.rand(2), *state, *(p.grad.clone() for one in models for p in one.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("model", [IN_TURN, IN_VMAP], ids=["in turn", "vmap"])
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -223,6 +223,7 @@ DATA: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.slow
 @each("seed", range(14))
 def test_drawn_configs(seed: int, tmp_path: Path) -> None:
     """``docs/training.md``: any strategy, model, optimizer and order of the data, stopped after any step."""

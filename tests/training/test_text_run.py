@@ -32,6 +32,7 @@ def config(*layers: dict[str, Any]) -> TrainConfig:
     return TrainConfig.from_dict(values)
 
 
+@pytest.mark.slow
 def test_scores_and_losses_count_every_place(tmp_path: Path) -> None:
     measured = {"run": {"statistics_every": 2, "hessian_every": 4, "hessian_top": 1, "flatness_samples": 20}}
     record = train(config(measured), out=tmp_path / "run")

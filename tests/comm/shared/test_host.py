@@ -137,6 +137,7 @@ def test_killed_at_any_moment(trial: tuple[Any, ...], outcome: Callable[..., Out
         assert status == KILLED or "rank 1 is gone" in output or while_setting_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trial",
     [one for one in trials.TRIALS if one[0] is trials.trains_something_else],
