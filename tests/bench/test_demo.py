@@ -28,6 +28,7 @@ def test_dpsgd_trains_where_ssgd_fails(result: dict[str, Any]) -> None:
     assert demo.seen(result).startswith("At learning rate 1.2, 1 of 1 runs of SSGD fail")
 
 
+@pytest.mark.slow
 def test_the_plot_and_a_result_without_a_gap(result: dict[str, Any], tmp_path: Path) -> None:
     demo.KIND.draw(result, tmp_path / "demo.svg")
     text = (tmp_path / "demo.svg").read_text()

@@ -98,6 +98,7 @@ def test_the_parts_of_a_users_strategy(tmp_path: Path) -> None:
     assert all(row["comm_ms"] > 0 and row["predicted_ms"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """A row per strategy, bucket size, topology and transport; strategies without topology have one per transport."""
     line = "predict --world-size 2 model=lenet5 data.batch_size=8 --rounds 2 --period 2 --transport shm,pg"

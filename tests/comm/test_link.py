@@ -197,6 +197,7 @@ def test_a_link_changes_no_bit(name: str, transport: str, seen: list[dict[str, A
         assert without["bytes_sent"] == linked["bytes_sent"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 @pytest.mark.parametrize(("name", "delays"), [("ssgd", 4), ("ring", 1)])
 def test_seconds_are_those_of_the_link(name: str, delays: int, transport: str, seen: list[dict[str, Any]]) -> None:

@@ -69,6 +69,7 @@ def test_real_ranks_say_what_virtual_learners_say(strategy: str, transport: str,
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[dict[Any, Any]]) -> None:
     alone = training.of_data()
     for one in real:
@@ -77,6 +78,7 @@ def test_ranks_with_unequal_shares_have_the_hessian_of_all_samples(real: list[di
         assert one["data"]["averaged"].tolist() == [alone["products"].numel(), alone["products"].shape[1]]
 
 
+@pytest.mark.slow
 def test_two_ranks_two_learners_and_one_process(real: list[dict[Any, Any]]) -> None:
     """A sum of two products has one order, and a factor of 1/2 rounds nothing, so all have the same bits.
 
@@ -105,6 +107,7 @@ def test_two_learners_and_one_process_of_drawn_models(seed: int) -> None:
         assert abs(ours - theirs) <= sum(residuals) + 1000 * torch.finfo(torch.float32).eps * scale
 
 
+@pytest.mark.slow
 def test_ranks_share_the_points_of_a_landscape(real: list[dict[Any, Any]]) -> None:
     """Each point is computed by one rank, so it has the bits of one process."""
     alone = training.landscape_of()

@@ -85,6 +85,7 @@ def _hessian(run: Drawn) -> Any:
     return HessianStatistics(run.handle, lambda: run.loss(77), every=3, top=1, max_products=3, tolerance=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "statistics"), [("noise", _noise), ("hessian", _hessian)])
 @each("seed", SEEDS, num_fast=NUM_FAST)
 def test_statistics_change_no_bit(seed: int, what: str, statistics: Change) -> None:

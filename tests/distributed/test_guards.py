@@ -60,11 +60,13 @@ def test_a_failed_call_on_virtual_learners_changes_nothing(part: str, monkeypatc
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_run_freed_in_an_exchange_does_not_stop_the_next(seen: list[dict[Any, Any]]) -> None:
     for rank in seen:
         assert torch.equal(*rank["dropped"])
 
 
+@pytest.mark.slow
 def test_checkpointing_loses_no_gradient(seen: list[dict[Any, Any]]) -> None:
     """Its recomputation calls the model in the middle of the backward pass."""
     for rank in seen:
@@ -74,16 +76,19 @@ def test_checkpointing_loses_no_gradient(seen: list[dict[Any, Any]]) -> None:
             assert expected.any()
 
 
+@pytest.mark.slow
 def test_a_layer_that_one_rank_freezes_is_named(seen: list[dict[Any, Any]]) -> None:
     assert seen[0]["frozen"].startswith("parameter 0.bias is frozen here and has a gradient on another learner")
 
 
+@pytest.mark.slow
 def test_samples_that_one_rank_forgets_are_named_on_all(seen: list[dict[Any, Any]]) -> None:
     for error, is_as_before in (one["samples"] for one in seen):
         assert error.startswith("ssgd: num_samples of learner 1 was not set in each step")
         assert is_as_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "pg"])
 def test_a_model_that_is_frozen_on_one_rank_alone_is_named(transport: str, seen: list[dict[Any, Any]]) -> None:
     """That rank has no backward pass. Its error names the parameter, and the other rank's error names the rank."""
@@ -91,6 +96,7 @@ def test_a_model_that_is_frozen_on_one_rank_alone_is_named(transport: str, seen:
     assert re.search(r"rank (of )?\[?1\]? ", seen[0]["all frozen", transport])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -> None:
     for rank in seen:
@@ -98,6 +104,7 @@ def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_memory_that_moves_on_one_rank(strategy: str, what: str, seen: list[dict[Any, Any]]) -> None:

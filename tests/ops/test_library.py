@@ -68,6 +68,7 @@ def test_importing_warns_once_in_one_line(alone):
     assert message.startswith(alone["why"])
 
 
+@pytest.mark.slow
 def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
     """Bitwise, except for float64 sums, which are added in another order."""
     assert alone["results"].keys() == compiled.keys()
@@ -79,16 +80,19 @@ def test_every_operator_has_the_same_results(alone, compiled, assert_same_bits):
             assert_same_bits(other, tensor, name)
 
 
+@pytest.mark.slow
 def test_every_record_says_whose_kernels_are_compiled(alone):
     """Otherwise benchmarks would report reference implementations as kernels."""
     assert alone["kernels"] == []
     assert "cpu" in machine("cpu")["kernels"]
 
 
+@pytest.mark.slow
 def test_a_leaf_that_needs_a_gradient_is_stepped(alone):
     assert alone["leaf"].tolist() == [0.5] * 3
 
 
+@pytest.mark.slow
 def test_every_optimizer_trains(alone):
     for name, losses in alone["losses"].items():
         assert losses[-1] < 0.9 * losses[0], f"{name}: {losses[0]} to {losses[-1]}"
@@ -99,6 +103,7 @@ def test_every_optimizer_trains(alone):
         assert here == pytest.approx(losses, rel=20 * torch.finfo(dtype).eps), name
 
 
+@pytest.mark.slow
 def test_distribute_needs_no_compiled_library(alone, set_threads, assert_same_bits):
     set_threads(1)
     for actual, expected in zip(alone["distributed"], without_kernels.distributed(), strict=True):

@@ -345,6 +345,7 @@ def test_a_late_rank_ends_the_wait(launcher: Launcher) -> None:
     assert not launcher.alive()
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ctrl_c_ends_all(training: tuple[Launcher, subprocess.Popen[str]]) -> None:
     """It reaches the whole foreground group: the parent decides, and the ranks print nothing of it."""

@@ -253,6 +253,7 @@ def test_local_sgd_by_its_equation(fragments: Any) -> None:
             torch.testing.assert_close(weights_of_learners(run.handle).double(), w, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @each("options", [{}, {"group": 2}, {"overlap": 1}, {"compression": Int8()}, {"compression": Int8(), "group": 2}])
 def test_outer_steps_weight_pseudo_gradients(options: Any) -> None:
     """phi <- phi - lr (phi - m) with the weighted m; groups average weighted gradients, so they go to their minimum."""

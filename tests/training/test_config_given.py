@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,6 +58,7 @@ def check(values: dict[str, Any]) -> None:
     assert config.difference(as_file) == []
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(
     st.lists(st.tuples(st.one_of(st.sampled_from(NAMES), TEXT), st.one_of(TEXT, st.integers().map(str))), max_size=4)

@@ -29,6 +29,7 @@ def seen(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return ranks.run("train_ranks", 2, timeout=900, more=[names] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", runs(*helper.STRATEGIES, "ddp", "process group", "two each", "watched", *helper.GROWTHS)
 )
@@ -47,6 +48,7 @@ def test_the_same_bits(name: str, seen: list[dict[str, Any]]) -> None:
         assert rank[name]["through"].header["ranks"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", runs(*helper.STRATEGIES, "ddp", "two each", "plain"))
 def test_ranks_score_the_whole_split(name: str, seen: list[dict[str, Any]]) -> None:
     """Each rank evaluates a part of it. One process gets the same accuracy with the model that the run has written."""
@@ -62,6 +64,7 @@ def test_ddp_on_three_ranks() -> None:
         assert [file for file in through if through[file] != resumed[file]] == []
 
 
+@pytest.mark.slow
 def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) -> None:
     """They change no weight. Those of virtual learners differ by rounding only; those of a resumed run are equal."""
     virtual = train(helper.config(helper.WATCHED), out=tmp_path, dataset=helper.images())
@@ -90,6 +93,7 @@ def test_statistics_beside_training(seen: list[dict[str, Any]], tmp_path: Path) 
         assert flat["relative_trace"] == pytest.approx(virtual.final["flatness"]["relative_trace"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:
     """At the first check of the loss, after step 1. The resumed run ends like a run that was not stopped."""
     for rank in seen:
@@ -98,5 +102,6 @@ def test_a_signal_to_one_rank_stops_all(seen: list[dict[str, Any]]) -> None:
         assert rank["interrupted"]["model"] == rank["ssgd"]["contents"][0]["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_statistics_of_several_learners_on_each_rank(seen: list[dict[str, Any]]) -> None:
     assert [rank["statistics"] for rank in seen] == [[1.5]] * 2

@@ -194,6 +194,7 @@ def test_a_part_of_the_training_set(tmp_path: Path) -> None:
     assert first["mean_grad_squared"] == other["mean_grad_squared"], "the step itself is the same"
 
 
+@pytest.mark.slow
 def test_flatness_is_that_of_the_final_model(tmp_path: Path) -> None:
     dataset = helper.images(augment=False)
     fields = {"strategy": {"learners": 2, "name": "dpsgd"}, "model": helper.HESSIAN["model"]}
