@@ -49,7 +49,8 @@ bench: $(INSTALLED)
 	@printf '\nnext:  %s\n       %s\n' "$(ENTER)" "ddpcore demo   # one minute: where averaging weights trains and averaging gradients fails"
 
 # Three processes, a file each at a time: what one test file sets up (worlds of ranks) is set up once, and many tests wait.
-# Without the tests marked slow: packages, the site, deaths of ranks, stress, and most cases of the oracle.
+# Without the tests marked slow: packages, the site, deaths of ranks, stress, ranks that start for one file alone, and most
+# cases of the oracle.
 SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
