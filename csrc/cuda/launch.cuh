@@ -24,6 +24,14 @@ inline constexpr size_t kMaxArgumentBytes = 32764;
 #endif
 inline constexpr int64_t kMaxGrid = DDPCORE_MAX_GRID;
 
+// A large argument of a kernel, read where the launch left it. C++ passes it by reference (tests/cuda_on_cpu): a copy
+// of up to 32 KiB for each thread would take most of the time.
+#ifdef __CUDACC__
+#define GRID_CONSTANT(...) const __grid_constant__ __VA_ARGS__
+#else
+#define GRID_CONSTANT(...) const __VA_ARGS__&
+#endif
+
 // The shared memory whose size is set at the launch: 16-byte aligned, not initialised.
 __device__ __forceinline__ uint4* dynamic_shared() {
     extern __shared__ uint4 shared[];

@@ -22,7 +22,7 @@ __device__ __forceinline__ void mix_block(
 }
 
 template <typename T, int capacity>
-__global__ void __launch_bounds__(kThreads) mix_kernel(const __grid_constant__ MixTable<capacity> table) {
+__global__ void __launch_bounds__(kThreads) mix_kernel(GRID_CONSTANT(MixTable<capacity>) table) {
     BlockSum<kThreads> block_sum;
     for (int64_t block = blockIdx.x; block < table.num_blocks; block += gridDim.x) {
         const Place place = place_of_block(table, block);
@@ -192,8 +192,7 @@ __device__ __forceinline__ void mix_tile(
 }
 
 template <typename T, int capacity>
-__global__ void __launch_bounds__(kThreads)
-    mix_stacked_kernel(const __grid_constant__ StackedTable<T, capacity> table) {
+__global__ void __launch_bounds__(kThreads) mix_stacked_kernel(GRID_CONSTANT(StackedTable<T, capacity>) table) {
     uint4* shared = dynamic_shared();
     double* row_sums = reinterpret_cast<double*>(shared);
     auto* tile = reinterpret_cast<Vector<T>*>(shared + table.sums_bytes() / sizeof(uint4));

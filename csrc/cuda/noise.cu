@@ -131,7 +131,7 @@ __device__ __forceinline__ void products_of_block(
 }
 
 template <typename T, bool kOrigin, bool kSlowDoubles, typename Table>
-__global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kThreads, 2) gram_kernel(GRID_CONSTANT(Table) table) {
     BlockSums<kThreads, kPairs> block_sums;
     const auto& list = table.list;
     for (int block = list.begin_block + static_cast<int>(blockIdx.x); block < list.end_block;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2) gram_kernel(const __grid_constant
 
 // One CUDA block for each entry of each segment's matrix. The matrix of an empty segment is zero.
 template <typename Table>
-__global__ void __launch_bounds__(kThreads) sum_pairs_kernel(const __grid_constant__ Table table, double* sums) {
+__global__ void __launch_bounds__(kThreads) sum_pairs_kernel(GRID_CONSTANT(Table) table, double* sums) {
     const int64_t num_rows = table.num_rows, num_pairs = num_pairs_of(num_rows);
     const int64_t index = blockIdx.x / (num_rows * num_rows), entry = blockIdx.x % (num_rows * num_rows);
     const int64_t i = min(entry / num_rows, entry % num_rows), j = max(entry / num_rows, entry % num_rows);

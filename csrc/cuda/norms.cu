@@ -18,7 +18,7 @@ __device__ __forceinline__ double squares_of_share(const T* data, int numel) {
 
 template <typename T, int capacity>
 __global__ void __launch_bounds__(kThreads)
-    norms_kernel(const __grid_constant__ SegmentTable<NormSegment, capacity> table, double* partials) {
+    norms_kernel(GRID_CONSTANT(SegmentTable<NormSegment, capacity>) table, double* partials) {
     BlockSum<kThreads> block_sum;
     for (int block = table.begin_block + static_cast<int>(blockIdx.x); block < table.end_block;
          block += static_cast<int>(gridDim.x)) {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 // One CUDA block a segment. The sum of an empty segment is zero.
 template <int capacity>
 __global__ void __launch_bounds__(kThreads) sum_segments_kernel(
-    const __grid_constant__ SegmentTable<NormSegment, capacity> table, const double* partials, double* sums) {
+    GRID_CONSTANT(SegmentTable<NormSegment, capacity>) table, const double* partials, double* sums) {
     const NormSegment& segment = table.segments[blockIdx.x];
     const int64_t num_rows = (segment.numel + kBlock - 1) / kBlock;
     const double total = sum_rows<kThreads>(partials + segment.first_block, num_rows, 1);

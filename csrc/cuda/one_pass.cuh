@@ -36,8 +36,8 @@ __device__ __forceinline__ bool step_block(
 // Optimizer defines, in static functions, how a thread reads and steps its share of a block: Sgd or Adamw.
 template <typename Optimizer, typename Mix, int capacity>
 __global__ void __launch_bounds__(kThreads, std::min(Optimizer::kResident, Mix::kResident)) one_pass_kernel(
-    const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
-    const __grid_constant__ typename Optimizer::Rule rule, const __grid_constant__ Mix mix) {
+    GRID_CONSTANT(StepTable<typename Optimizer::Segment, capacity>) table, GRID_CONSTANT(typename Optimizer::Rule) rule,
+    GRID_CONSTANT(Mix) mix) {
     __shared__ typename Optimizer::Scales scales[kMaxGroups];
     const auto& list = table.list;
     bool is_first = true;

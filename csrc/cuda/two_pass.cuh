@@ -219,9 +219,8 @@ class TwoPasses {
 // Optimizer::kResident CUDA blocks fit on a multiprocessor, so that one loads while another computes.
 template <typename Optimizer, typename Mix, int capacity>
 __global__ void __launch_bounds__(kThreads, std::min(Optimizer::kResident, Mix::kResident)) two_pass_kernel(
-    const __grid_constant__ StepTable<typename Optimizer::Segment, capacity> table,
-    const __grid_constant__ Batches<capacity> batches, const __grid_constant__ typename Optimizer::Rule rule,
-    const __grid_constant__ Mix mix) {
+    GRID_CONSTANT(StepTable<typename Optimizer::Segment, capacity>) table, GRID_CONSTANT(Batches<capacity>) batches,
+    GRID_CONSTANT(typename Optimizer::Rule) rule, GRID_CONSTANT(Mix) mix) {
     if (skips_step(table.scaling)) return;  // in all threads of the grid
     __shared__ typename Optimizer::Scales scales[kMaxGroups];
     fill_scales<Optimizer>(table, rule, scales);

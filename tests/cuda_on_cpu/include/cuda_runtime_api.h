@@ -15,7 +15,6 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline  // and no more: sanitizers make functions long, and g++ takes twice the time
 // At block scope thread_local means static, and `extern thread_local` is a declaration, as `extern __shared__` is. The
@@ -137,12 +136,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::fu
 cudaError_t max_active_blocks(int* num_blocks, const void* kernel, int threads, size_t shared_bytes);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
-// Every thread gets a copy of up to 32 KiB of arguments; AddressSanitizer would copy them byte by byte.
-template <typename... Parameters, size_t... i>
-__attribute__((no_sanitize_address)) void call(
-    void (*kernel)(Parameters...), const std::tuple<Parameters...>& values, std::index_sequence<i...>) {
-    kernel(std::get<i>(values)...);
-}
+// The values of a kernel's parameters. Of a reference, too, the launch keeps the value.
+template <typename... Parameters>
+using Values = std::tuple<std::remove_cvref_t<Parameters>...>;
 
 }  // namespace cuda_on_cpu
 
@@ -151,11 +147,12 @@ cudaError_t cudaLaunchKernelEx(
     const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
     constexpr size_t bytes = (sizeof(Parameters) + ... + 0);
     static_assert(bytes <= cuda_on_cpu::kMaxArgumentBytes, "too much for kernel arguments");
-    static_assert((std::is_trivially_copyable_v<Parameters> && ...), "kernel arguments are copied byte by byte");
-    auto values = std::make_shared<std::tuple<Parameters...>>(std::forward<Arguments>(arguments)...);
-    return cuda_on_cpu::launch(*config, reinterpret_cast<const void*>(kernel), [kernel, values] {
-        cuda_on_cpu::call(kernel, *values, std::index_sequence_for<Parameters...>());
-    });
+    static_assert(
+        (std::is_trivially_copyable_v<std::remove_cvref_t<Parameters>> && ...), "arguments are copied byte by byte");
+    const auto values =
+        std::make_shared<const cuda_on_cpu::Values<Parameters...>>(std::forward<Arguments>(arguments)...);
+    return cuda_on_cpu::launch(
+        *config, reinterpret_cast<const void*>(kernel), [kernel, values] { std::apply(kernel, *values); });
 }
 
 template <typename Kernel>
