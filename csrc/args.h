@@ -167,7 +167,7 @@ struct LarsArgs {
 // The place of weight decay in Adam and LAMB.
 enum class AdamDecay : int32_t {
     kInUpdate,   // LAMB: u = ... + decay*w, which the trust ratio scales
-    kCoupled,    // the moments are those of g + decay*w
+    kCoupled,    // both moments take g + decay*w in place of g
     kDecoupled,  // w *= 1 - lr*decay, which the trust ratio does not scale
 };
 

@@ -67,7 +67,7 @@ struct MixArguments {
     const std::optional<Tensor>& out;
 };
 
-// The mix before a step: the params are elements [offsets[i], ...) of one row, and so are those of peers and out.
+// The mix before a step: param i is elements [offsets[i], ...) of one row, and of the rows of peers and out.
 struct StepMix {
     std::vector<const void*> peers;
     std::vector<float> peer_weights;

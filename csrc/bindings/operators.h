@@ -1,5 +1,5 @@
 // The operators of both backends. Backend::run() calls the kernels of its device; cpu.cpp and cuda.cpp each define a
-// Backend. The order of the arguments is that of the schemas in ddpcore/ops.
+// Backend. The arguments have the order of the schemas in ddpcore/ops.
 #pragma once
 
 #include "averages.h"

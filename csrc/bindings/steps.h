@@ -146,8 +146,8 @@ struct StepTensors {
 };
 
 // A float64 buffer that an optimizer keeps between steps: at its start two partial sums a block, at its end the
-// counters of the CUDA kernels. So partial sums of a larger step never overwrite the counters of a smaller one, such as
-// that of one learner after that of all.
+// counters of the CUDA kernels. So partial sums of a large step, as of all learners, never overwrite the counters of a
+// smaller step.
 struct Scratch {
     NormPartials* partials = nullptr;
     uint64_t* tickets = nullptr;

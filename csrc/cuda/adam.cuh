@@ -5,8 +5,8 @@
 
 namespace ddpcore::cuda {
 
-// The addresses of a block's elements. All vectors have 4 elements, as those of fp32: the moments are fp32, or bf16 if
-// they are rounded.
+// The addresses of a block's elements. All vectors have 4 elements, as fp32 vectors do: the moments are fp32, or bf16
+// if they are rounded.
 template <typename T, bool Master, bool Rounded>
 struct AdamPlace {
     static constexpr int kWidth = kVector<float>;

@@ -3,7 +3,7 @@
 // launches.
 //
 // Elements have the bits of the CPU kernels, except that a NaN may be another NaN. Sums add the same terms in another
-// fixed order: they have the same bits on every run and every GPU, but not those of the CPU. Only noise_sums has other
+// fixed order: they have the same bits on every run and GPU, but not the bits of the CPU. Only noise_sums has other
 // bits where has_slow_doubles. A sum without elements is zero.
 #pragma once
 

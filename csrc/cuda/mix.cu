@@ -59,7 +59,7 @@ struct StackedTable {
     int num_learners;
     int columns;   // of a tile: a power of two that divides kBlock
     float share;   // 1 / num_learners
-    bool aligned;  // all rows, those of others too
+    bool aligned;  // all rows, also rows of others
     const void* others[capacity];
 
     DDPCORE_HOST_DEVICE int row_vectors() const { return columns / kVector<T>; }

@@ -5,9 +5,9 @@
 // threads have neighbouring vectors, so a warp reads or writes 512 consecutive bytes with one instruction. In a block
 // that is incomplete or not aligned to 16 bytes, a thread reads and writes the elements of the same share one by one.
 // So an element has the same thread and the same index in its share in both cases, and a sum over the block has the
-// same bits. This path has four to eight times the instructions, but the same cache lines. Optimizers process such a
-// block in a loop over single elements instead: unrolled, the path would need more registers than that of complete
-// blocks, and the number of registers of a kernel is that of its largest path.
+// same bits. This path has four to eight times the instructions, but the same cache lines. Optimizers loop over the
+// elements of such a block instead, because a kernel allocates the registers of its largest path. Unrolled, this path
+// would need more registers than the path of complete blocks.
 //
 // If a 16-bit tensor has fp32 tensors of the same shape beside it (masters, moments), the vectors of all of them have 4
 // elements, 8 bytes in the 16-bit tensor. So a thread has the same elements of each.

@@ -1,7 +1,7 @@
 // Sums in a fixed order, without atomics: the same bits on every run.
 //
-// The squares of a block are summed in double: squares of small fp16 gradients underflow in fp32, those of large
-// weights overflow, and a long fp32 sum loses the digits that a consensus distance needs. The cost is two double
+// The squares of a block are summed in double. In fp32 squares of small fp16 gradients underflow, and squares of large
+// weights overflow. A long fp32 sum also loses the digits that a consensus distance needs. The cost is two double
 // instructions an element: a conversion and a fused multiplication and addition. A100 and H100 run them at half the
 // fp32 rate, faster than memory delivers the elements. T4 and RTX 4090 run two a clock and multiprocessor;
 // docs/performance.md lists the kernels that they limit. noise.cu has another sum for such GPUs.
@@ -34,7 +34,7 @@ __device__ __forceinline__ NormPartials warp_sum(const NormPartials& value) {
 }
 
 // Both sums over a warp, with little more than the work of one: after the first step each half of the warp has one of
-// them. The bits are those of warp_sum. Lane 0 gets the left sum, lane 16 the right one.
+// them. The sums have the bits of warp_sum. Lane 0 gets the left sum, lane 16 the right one.
 __device__ __forceinline__ double warp_sums(double left, double right) {
     const bool low = threadIdx.x % kWarp < kWarp / 2;
     const double half = (low ? left : right) + __shfl_xor_sync(0xffffffffu, low ? right : left, kWarp / 2);

@@ -174,7 +174,7 @@ def overlap_pct(comm_ms: float, exposed_ms: float) -> float:
 def recommend(strategy: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The bucket size for a strategy: the fastest, or the default if the difference may be noise.
 
-    Sizes take turns, so each time is compared with that of the default in the same round. The margin is the median of
+    Sizes take turns, so each time is compared with the default's time in the same round. The margin is the median of
     these differences, the noise is their spread from the 20th to the 80th percentile, both relative to the default's
     median. A margin counts if it is larger than the noise.
     """

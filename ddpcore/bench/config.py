@@ -27,7 +27,7 @@ from ddpcore.training.config import check_settings, merged
 from ddpcore.training.sections import CLASSES, DataConfig, StrategyConfig
 
 DEFAULT_STRATEGIES = ("ddp", "ssgd", "dpsgd", "local_sgd")
-# What differs from the defaults of a TrainConfig, in all benches and in those of large models.
+# What differs from the defaults of a TrainConfig, in all benches and in benches of large models.
 DEFAULTS = {
     "model": {"name": "mlp"},
     "data": {"batch_size": 256},
@@ -141,8 +141,8 @@ class BenchConfig(Options):
 
         Baselines use the optimizer of torch, as users of torch do. The other strategies use the one of ddpcore.
 
-        ``here`` has fields that depend on the machine, by section. ``options`` of the strategy are added to those of
-        the settings, and ``batch_size`` replaces theirs. ValueError: the settings do not fit together.
+        ``here`` has fields that depend on the machine, by section. ``options`` are added to the settings' options of
+        the strategy, and ``batch_size`` replaces the settings' size. ValueError: the settings do not fit together.
         """
         without_us = is_baseline(strategy)
         of_all, fields = self.values.get("strategy", {}), StrategyConfig.PLAIN

@@ -109,7 +109,7 @@ class Contender:
     def bytes_per_step(self, world_size: int) -> float | None:
         """Bytes that one learner sends in a step; None if unknown.
 
-        For a baseline that averages gradients: those of an all-reduce of them.
+        For a baseline that averages gradients, the bytes of an all-reduce of the gradients.
         """
         if self.trainer is None or self.strategy.traits.most_learners == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""The optimizers that are compared: ours, torch's, and those of other libraries, if installed; and the parameters.
+"""The optimizers that are compared: ours, torch's, and other libraries' if installed; and the parameters.
 
 All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameters have the shapes of well-known networks.
 """

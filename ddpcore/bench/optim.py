@@ -222,7 +222,7 @@ def _cell(left: dict[str, Any], right: dict[str, Any]) -> str:
 def _bandwidths(result: dict[str, Any]) -> Table:
     """A line for each of ddpcore's steps and each parameter list, with the times of its first comparison."""
     titles = {about["list"]: about["title"] for about in result["lists"]}
-    title = "ddpcore's steps, in their first comparison: bandwidth for the least possible traffic, and that of a copy"
+    title = "ddpcore's steps, in their first comparison: bandwidth for the least possible traffic, beside a copy's"
     columns = {
         "step": lambda row: row["implementation"],
         "list": lambda row: titles[row["list"]],

@@ -282,7 +282,7 @@ def accuracy(rows: list[dict[str, Any]]) -> str:
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Whether averaging weights is faster than averaging gradients, predicted and measured for the same two cases.
 
-    The cases are those of each side with the smallest predicted time. If others were measured as faster, it says so.
+    Of each side, the case with the smallest predicted time counts. The line also names cases measured as faster.
     """
     gradients = [row for row in rows if row["num_buckets"] is not None]
     weights = [row for row in rows if row["num_buckets"] is None]

@@ -115,7 +115,7 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     losses_SL = torch.stack(one.losses).cpu() if one.losses else None
     nonfinite = [] if one.trainer is None else [(event.step, event.learner) for event in one.trainer.handle.nonfinite]
     seconds, parts, found = zip(*gather((one.step_seconds, losses_SL, nonfinite)), strict=True)
-    num_nonfinite = len(set().union(*found))  # all ranks find those of averaged gradients
+    num_nonfinite = len(set().union(*found))  # all ranks find the same in averaged gradients
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
     losses = losses_SL.nanmean(dim=1) if resolved.training.strategy.on_nonfinite != "raise" else losses_SL.mean(dim=1)
     if num_nonfinite and resolved.training.strategy.on_nonfinite == "raise":

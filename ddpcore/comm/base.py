@@ -29,7 +29,7 @@ class Job(NamedTuple):
     """What a learner has done since it read its weights."""
 
     read: Tensor  # the weights that it read, ``[P]``
-    model: Tensor  # those of its model, ``[P]``: ``read`` plus the step of the optimizer
+    model: Tensor  # the weights of its model, ``[P]``: ``read`` plus the step of the optimizer
 
     def begin_next_(self, weights: Tensor) -> None:
         """Overwrite this job with the next one, which reads these weights."""
@@ -186,8 +186,8 @@ class Exchange(ABC):
     def correction(self, published_LP: Tensor, factor: float, decode: Decode | None = None) -> WeightAverage:
         """Wait, then return ``w_j <- w_j + factor * sum_k W_jk (q_k - q_j)``, with published rows q.
 
-        Published rows are older weights, or the weights as a codec decodes them. ``published_LP`` are those of the
-        learners held here, and ``decode`` turns received rows into published ones; None if they are equal.
+        Published rows are older weights, or the weights as a codec decodes them. ``published_LP`` are the rows
+        of learners held here, and ``decode`` turns received rows into published rows; None if both are equal.
         """
         received = self.received()
         rows = received if decode is None else {source: decode(source, row) for source, row in received.items()}
@@ -203,8 +203,8 @@ class Exchange(ABC):
     def differences(self, sent_LP: Tensor) -> Tensor:
         """Wait, then return ``sum_k W_jk (x_k - x_j)`` for the rows x, of which ``sent_LP`` are those held here.
 
-        Each difference is rounded alone: those of two neighbours are equal with opposite signs, bit for bit. So where W
-        is symmetric their sum over learners has an error in proportion to the differences, and not to the rows.
+        Each difference is rounded alone, so two neighbours' differences are equal with opposite signs, bit for bit.
+        Where W is symmetric, the sum over learners has an error in proportion to the differences, not to the rows.
         """
         rows = self.rows(sent_LP)
         sums_LP = torch.zeros_like(sent_LP)
@@ -293,11 +293,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def broadcast_(self, rows: Tensor) -> None:
-        """Overwrite the rows ``[L, x]`` of every learner with those of learner 0."""
+        """Overwrite the rows ``[L, x]`` of every learner with learner 0's row."""
 
     @abstractmethod
     def average_(self, rows: Tensor, step: int | None = None, size: int | None = None) -> Work:
-        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners, or over those of a group.
+        """Start to overwrite the rows ``[L, x]`` with the mean over all n learners, or over the learners of a group.
 
         Rows of 16 bits are added in fp32 and rounded once, so equal learners stay equal.
 

@@ -69,7 +69,7 @@ class Transport:
 def choose_transport(
     requested: str, *, world_size: int, device: str, num_hosts: int, may_die: bool = False
 ) -> Transport:
-    """Choose shared memory for ranks on the CPU of one Linux host, and for those of each host if there are several.
+    """Choose shared memory for ranks on the CPU of one Linux host, and for the ranks of each of several hosts.
 
     The process group connects all other ranks. CUDA IPC is used only if it is requested. A ``requested`` transport
     other than ``auto`` is only checked. With ``may_die`` the others go on when a rank dies (``on_failure="shrink"``).
@@ -97,7 +97,7 @@ def choose_transport(
     if num_hosts > 1 and may_die:
         return Transport("pg", f"ranks on {num_hosts} hosts, which may die")
     if num_hosts > 1:
-        how = "those of a host share memory, a process group connects hosts"
+        how = "ranks of one host share memory, a process group connects hosts"
         return Transport("mixed", f"{world_size} ranks on {num_hosts} hosts: {how}")
     return Transport("shm", f"{world_size} ranks on the CPU of one host")
 
@@ -229,7 +229,7 @@ def _connect_ranks(group: dist.ProcessGroup, transport: str, device: torch.devic
 def find_run(store: dist.Store, device: torch.device, timeout: float) -> ElasticCommunicator:
     """The connection of a new rank to a run with ``on_failure="shrink"``, before :meth:`ElasticCommunicator.enter`.
 
-    ``store`` is that of the run's process group. RuntimeError: it has no such run after ``timeout`` seconds.
+    ``store`` is the store of the run's process group. RuntimeError: it has no such run after ``timeout`` seconds.
     """
     roll = Roll(last_run(store, timeout), timeout)
     run = roll.wait_for("run")

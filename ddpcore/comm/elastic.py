@@ -32,7 +32,7 @@ class ElasticCommunicator(Communicator):
     A death costs nothing that the living hold: the operation that it interrupts is done again without the dead. Each
     operation waits for all members, not only for neighbours: that is how all of them agree on who is left.
 
-    Averages add the rows of all members on each rank, in ascending order: the bits are those of virtual learners.
+    Averages add the rows of all members on each rank, in ascending order, so they have the bits of virtual learners.
     """
 
     membership: Membership

@@ -277,7 +277,7 @@ class _Group:
         return [self._group._end_coalescing(self._device)] if self._is_nccl else works
 
     def start_wait(self, flight: _Flight, operation: Operation) -> None:
-        """Let the thread wait for the rows of an operation, and then for those of all members."""
+        """Let the thread wait for its own rows of an operation, and then for the rows of all members."""
         group, device, num = self._group, self._device, len(self.members)
 
         def wait() -> None:

@@ -64,7 +64,7 @@ class Membership:
 
     Attributes:
         members: ids, ascending. A learner's position among them is its number in a topology.
-        first: the number of learners that each topology was chosen for; 0: those of now.
+        first: the number of learners that each topology was chosen for; 0: the present number.
         changes: all changes so far.
         on_change: called with each change and, for each member, its position before (None if it is new).
     """

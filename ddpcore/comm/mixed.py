@@ -1,7 +1,7 @@
-"""Ranks on several hosts: those of one host share memory, and hosts are connected by a process group.
+"""Ranks on several hosts: ranks of one host share memory, and a process group connects hosts.
 
 Each edge of a topology goes one of the two ways. The rows that arrive are added in the order of the topology, so an
-average has the same bits as over either way alone, and as that of virtual learners.
+average has the same bits as over either way alone, and as with virtual learners.
 """
 
 from __future__ import annotations

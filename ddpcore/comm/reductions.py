@@ -83,7 +83,7 @@ def average_share_(columns: Sequence[Tensor], rank: int) -> None:
 
 # gloo's all-reduce goes around the ring of ranks twice, an all-gather once. For small messages the number of rounds
 # costs more time than the number of bytes. After an all-gather each rank can add the rows in ascending order, so that
-# the sum has the same bits as that of virtual learners.
+# the sum has the same bits as with virtual learners.
 GATHER_BYTES = 2**20  # the largest number of bytes that one learner receives in an all-gather
 
 

@@ -1,6 +1,6 @@
 """Live weights of ranks of a process group: a thread of each rank answers the others.
 
-Each rank holds its own row. A meeting locks two rows, that of the lower rank first. So a rank that holds a row waits
+Each rank holds its own row. A meeting locks two rows, the lower rank's row first. So a rank that holds a row waits
 only for rows of higher ranks, and no two ranks wait for each other. A rank that a lower one asks computes the mean. If
 a higher one asks, the weights travel to it, and the mean travels back. Further copies stay at home: the mean and
 its own weights tell a rank how they move.

@@ -234,7 +234,7 @@ def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
 def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
     """The segments of a flat buffer, ``[L, *S]``, in the order of ``model.parameters()``, which never changes."""
     place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
-    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # those of learner 0
+    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # the parameters of learner 0
     return [stack for _, stack in sorted(pairs, key=lambda pair: place[id(pair[0])])]
 
 

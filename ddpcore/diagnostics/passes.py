@@ -98,7 +98,7 @@ def at_weights(
     """In the ``with`` block, the model's parameters point to other weights, and the strategy's hooks are paused.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
-    ``random_state`` is that of the passes; None: the current one.
+    The passes use ``random_state``; None: the current one.
     """
     learner.hooks_paused, shards = True, learner.flat.shards
     try:

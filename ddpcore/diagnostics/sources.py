@@ -243,7 +243,7 @@ class LearnerStatistics(Source):
         return self._learner.average_of(grad_LP)[0]
 
     def _of_learners(self, squares_XS: Tensor) -> Tensor:
-        """The squared norms of whole segments, from those of the shards of this rank. Collective over a learner."""
+        """The squared norms of whole segments, from squared norms of this rank's shards. Collective over a learner."""
         shards, flat = self._learner.flat.shards, self._learner.flat
         if shards is None:
             return squares_XS

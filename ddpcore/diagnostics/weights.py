@@ -55,7 +55,7 @@ class WeightVector:
         own = [parameter.data for parameter in self.parameters]
         try:
             for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
-                parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is another than that of values_P
+                parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is not the dtype of weights_P
             yield
         finally:
             for parameter, data in zip(self.parameters, own, strict=True):

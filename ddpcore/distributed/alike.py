@@ -54,7 +54,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
 
 
 def _first_other(column: Tensor) -> int | None:
-    """The first learner whose number is not that of learner 0."""
+    """The first learner whose number differs from learner 0's number."""
     return next(iter((column != column[0]).nonzero().flatten().tolist()), None)
 
 

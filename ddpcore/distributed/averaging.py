@@ -18,7 +18,7 @@ from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
-POWER_STEPS = 100  # from averaged vectors, which are near those of the averaged weights
+POWER_STEPS = 100  # from averaged vectors, which are near the vectors of the averaged weights
 Average = Callable[[Tensor], Tensor]  # of rows ``[L, X]`` over all learners, as ``Learner.average_of``. Collective.
 BATCH_NORM = ("average", "local", "recalibrate")
 
@@ -27,7 +27,7 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     """Return a copy of the model with averaged weights, without changing any learner's model. Collective.
 
     Frozen parameters are averaged where learners differ, as a teacher that follows its student. With ``local``
-    floating-point and complex buffers are those of the (first) learner held here, else their average.
+    the copy has the floating-point and complex buffers of the (first) learner held here, else their average.
     """
     flat, model = learner.flat, learner.models[0]
     views = flat.views_of(learner.average_of(learner.weights())[:1])

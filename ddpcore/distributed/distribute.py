@@ -163,14 +163,14 @@ def join(
 ) -> Distributed:
     """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
 
-    The weights and buffers of the model become those of a neighbour, and so do the state of the strategy and, if the
-    policy is not ``keep`` or ``reset``, the momentum. ``handle.learner.step`` is the number of steps taken so far.
+    The model takes a neighbour's weights and buffers, and the strategy its state. The optimizer takes its momentum if
+    the policy is not ``keep`` or ``reset``. ``handle.learner.step`` is the number of steps taken so far.
 
     Args:
         model: as the other ranks have it, with any weights.
         optimizer, strategy, policies, on_nonfinite: as the other ranks gave them to :func:`distribute`.
-        store: that of the process group of the run: a new client of its ``TCPStore``, or its ``FileStore``.
-        connection: as the other ranks gave it. Its timeout is that of the wait for the run.
+        store: of the run's process group: a new client of its ``TCPStore``, or its ``FileStore``.
+        connection: as the other ranks gave it. Its timeout limits the wait for the run.
 
     ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
     RuntimeError: there is no such run, or it does not answer.
@@ -241,7 +241,7 @@ def _trained(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def _start_alike(learner: Learner) -> None:
-    """Overwrite weights (frozen ones too) and buffers with those of learner 0."""
+    """Overwrite weights (frozen ones too) and buffers with the values of learner 0."""
     comm = learner.comm
 
     def first_of(tensor: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ def _check(
 
 
 def _check_unused(model: nn.Module) -> None:
-    """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside those of this call."""
+    """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside this call's hooks."""
     if guards.is_distributed(model.parameters()):
         raise ValueError(
             "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "

@@ -72,7 +72,7 @@ def check_optimizer(optimizer: object, learners: int | None) -> None:
         raise ValueError(f"{name} shards the optimizer and sends weights itself: pass its optimizer class instead")
     if isinstance(optimizer, torch.optim.LBFGS) and (learners or 1) > 1:
         raise ValueError(f"{name} combines the parameters of all virtual learners: run real ranks")
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ did not call that of Optimizer
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ did not call Optimizer.__init__
         raise ValueError(f"{name} wraps another optimizer and has no step hooks: pass the optimizer that it wraps")
 
 
@@ -213,8 +213,8 @@ def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_
         raise ValueError(f"{strategy.name}: {strategy.traits.no_shards}")
     if connection.on_failure != "raise":
         raise ValueError(
-            f"on_failure is {connection.on_failure!r}: a learner is several ranks, and those of a dead rank's learner "
-            "cannot go on: leave it out, and begin at the last checkpoint"
+            f"on_failure is {connection.on_failure!r}: a learner is several ranks, and the learner of a dead "
+            "rank cannot go on: leave on_failure out, and begin at the last checkpoint"
         )
     if scaler is not None:
         raise ValueError(

@@ -102,8 +102,8 @@ class Distributed:
         """Yield a batch by learners, so that the activations of one learner live at once, with the same bits.
 
         ``for x, y in handle.split(x, y): handle.backward(loss_of_each(handle.model(x), y))`` runs forward and backward
-        passes of some virtual learners after those of others. One such loop is one pass of all learners. On a real rank
-        it yields the batch as it is.
+        passes of some virtual learners after others' passes. One such loop is one pass of all learners. On a real rank
+        ``split`` yields the batch as it is.
 
         Tensors are ``[learners, batch, ...]``. Each part has the rows of ``at_once`` learners. None: one; all where
         ``vmap`` runs the learners.

@@ -1,6 +1,6 @@
 """Where a rank's time goes: ranges of a strategy's calls, own work and waiting by phase, and which rank is slow.
 
-Seconds are those of the host: on a GPU, work counts where the host waits for it.
+Seconds are by the host's clock: on a GPU, work counts where the host waits for it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class ResetWatch:
         self._known = self._read()
 
     def note(self, parameter: Tensor | None = None) -> None:
-        """A gradient has come, perhaps the first one of a backward pass; None: those of all learners come together."""
+        """A gradient has come, perhaps the first one of a backward pass; None: the gradients of all come together."""
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._pass = current
             self._begin_pass(parameter)
@@ -74,12 +74,12 @@ class ResetWatch:
             self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
 
     def check(self) -> None:
-        """Before a step. RuntimeError: gradients of some learners were reset, and those of the others add up."""
+        """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""
         if 0 < len(self._reset) < self._num_rows:
             learners = ", ".join(map(str, sorted(self._reset)))
             raise RuntimeError(
                 f"gradients of learner {learners} alone were reset after the last step, as zero_grad() of its model "
-                "does, and those of the others add up: call optimizer.zero_grad(), or zero_grad() of each of "
+                "does, and other learners' gradients add up: call optimizer.zero_grad(), or zero_grad() of each of "
                 "handle.models"
             )
 
@@ -102,8 +102,8 @@ def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -
 def check_norms(norms: list[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
     """Before a step whose gradients a loop has changed, with the parameters of each learner. It adds to ``norms``.
 
-    RuntimeError: the norm of all gradients stays the same in the first steps, and that of each learner changes, so it
-    was clipped. Averaged gradients are equal, and nothing tells this from a smaller norm for each.
+    RuntimeError: in the first steps the norm of all gradients stays the same and each learner's norm changes. So the
+    norm of all was clipped. Averaged gradients are equal, and nothing tells this from a smaller norm for each.
     """
     held = [[one.grad for one in row if one.grad is not None and not one.grad.is_sparse] for row in rows]
     if len(norms) == _MOST or not all(held):
@@ -115,5 +115,5 @@ def check_norms(norms: list[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
     if len(last_SL) == _ALIKE and is_same and bool((changes > 1e-2 * total).all()):
         raise RuntimeError(
             f"one norm of the gradients of all learners was {total**0.5:.4g} in {_ALIKE} steps, as clipping leaves it: "
-            "call handle.clip_grad_norm_(max_norm), which clips those of each learner"
+            "call handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
         )

@@ -90,7 +90,7 @@ def load_run_state(
         handle: of this process, after ``distribute``.
         states: results of :func:`run_state`, of each process. As many processes use only their own, the others may be
             None. ValueError: they are of another strategy or model, or the learners of the strategy have no mean.
-        moments: ``average`` or ``reset`` those of the optimizer, if the number of learners is another one.
+        moments: of the optimizer, ``average`` or ``reset``, if the number of learners is another one.
         weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
             saved, with its buffers and moments.
     """
@@ -135,7 +135,7 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
 def _moved_moments(
     handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str, sources: Sequence[int] | None
 ) -> dict[str, Any]:
-    """The state of an optimizer of ``handle``'s learners from those of others, see :func:`_moved`."""
+    """The optimizer state of ``handle``'s learners from the states of others, see :func:`_moved`."""
     first = {id(parameter) for parameter in handle.models[0].parameters()}
     optimizer, merged = handle.learner.optimizer, {}
     packed = optimizer.state_dict()["param_groups"]
@@ -173,7 +173,7 @@ class RunState:
     """A ``Stateful`` of ``torch.distributed.checkpoint`` with all state of a training.
 
     It has model, optimizer, handle and random numbers. The weights of the learners differ, so each process saves all of
-    its own. Saving the states of model and optimizer by themselves would keep only those of one rank, because torch
+    its own. Saving model and optimizer by themselves would keep only the states of one rank, because torch
     takes equal names for copies of one tensor::
 
         dcp.save({"run": RunState(handle)}, checkpoint_id="saved")
@@ -276,7 +276,7 @@ class RunState:
         return room
 
     def _needed(self) -> list[int]:
-        """That of this process, if as many have saved, else all."""
+        """The number of this process, if as many processes have saved, else the numbers of all."""
         comm, num = self._handle.comm, len(self._handle.comm.learners)
         return [comm.learners[0] // num] if len(self._found) * num == comm.num_learners else sorted(self._found)
 

@@ -136,14 +136,14 @@ class StateSync:
         return {"seed": self._first_seed, "buffers": list(self._first_buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. Values that are missing under its policies stay those of this run."""
+        """Load the result of :meth:`state_dict`. Where its policies leave a value out, this run keeps its own."""
         if state["seed"] is not None:
             self._first_seed = state["seed"]
         if state["buffers"]:
             self._first_buffers = [buffer.clone() for buffer in state["buffers"]]
 
     def _move(self, policy: str, tensors: list[Tensor]) -> None:
-        """Average tensors over the learners: as many for each learner of this process, those of the first one first."""
+        """Average tensors over the learners: as many for each learner of this process, the first learner's first."""
         if not tensors:
             return
         comm, strategy = self._learner.comm, self._strategy

@@ -53,14 +53,14 @@ class LoopWatch:
         self._read_structure()
         self._segments: object = None
         self._check_buffers()
-        self._called: set[bool] = set()  # whether models of other learners than learner 0 were called, or that of it
+        self._called: set[bool] = set()  # False: learner 0's model was called; True: another learner's model was
         self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
         self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
-        self._noted: dict[int, int] = {}  # those of virtual learners after their last pass, by the parameter's id
+        self._noted: dict[int, int] = {}  # versions of gradients after a virtual learner's last pass, by parameter id
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self._norms: list[Tensor] = []  # see check_norms
@@ -84,7 +84,7 @@ class LoopWatch:
     # same parameters by it.
 
     def begin_call(self, frame: FrameType) -> bool:
-        """``frame`` is that of a call of ``step()``. Returns whether it is the outermost call."""
+        """``frame`` belongs to a call of ``step()``. Returns whether it is the outermost call."""
         is_outermost = not self.has_called(frame)
         self._frame = frame if is_outermost else self._frame
         return is_outermost
@@ -160,7 +160,7 @@ class LoopWatch:
                 raise RuntimeError(f"parameter {trained[id(value)]} was replaced after distribute(): {advice}")
 
     def before_pass(self) -> None:
-        """Before the strategy is called: check the buffers, and copy those of batch norm, which a pass changes."""
+        """Before the strategy is called: check the buffers, and copy batch norm's buffers, which a pass changes."""
         self._check_buffers()
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
@@ -253,7 +253,7 @@ class LoopWatch:
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
     def _check_averaged(self) -> None:
-        """Check, if no backward pass averaged gradients, that a step only repeats those of the last step."""
+        """Check, if no backward pass averaged gradients, that a step only repeats the last step's averages."""
         averages = self._averages()
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):

@@ -88,7 +88,7 @@ class _Saved:
     """Saves the state of this rank in the folder of ``save_state``, and loads it when Accelerate loads the optimizer.
 
     A folder without such states, as DDP saves it, is loaded as Accelerate does. DDP loads the averaged weights.
-    ``number`` is that of :func:`rank_file`, and ``place`` that of the model among all models of the accelerator.
+    ``number`` is as in :func:`rank_file`, and ``place`` is the index of the model among the accelerator's models.
     """
 
     def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, place: int) -> None:
@@ -115,7 +115,7 @@ class _Saved:
             own.load_state_dict(load_state_dict(str(Path(folder) / name)))
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load the state of this rank, or that of an optimizer that DDP has saved. Collective."""
+        """Load the state of this rank, or of an optimizer that DDP has saved. Collective."""
         folder, self._folder = self._folder, None
         if folder is None:
             self._load_plain(state)
@@ -156,7 +156,7 @@ def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
 
 
 def load_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
-    """Load :func:`rank_file` of this rank, or the average of those of another number of ranks. Collective."""
+    """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective."""
     num_ranks = len([*Path(folder).glob(rank_file("", "*", number).name)])
     needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
     states: list[Any] = [None] * num_ranks

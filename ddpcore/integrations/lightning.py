@@ -51,7 +51,7 @@ def _averaged(name: str) -> Callable[..., Any]:
 
 
 class GossipStrategy(DDPStrategy):
-    """Ranks as those of Lightning's DDP, whose learners average as a strategy of ddpcore says.
+    """Ranks as in Lightning's DDP, whose learners average as a strategy of ddpcore says.
 
     Validation, tests and predictions use the averaged model. So does a checkpoint, so any strategy can load it. It has
     the state of each rank too, for a resumed run with the same bits, and rank 0 needs memory for all of these.

@@ -62,7 +62,7 @@ class InvertedResidual(nn.Module):
     """A 1 x 1 convolution that expands the channels, a 3 x 3 depthwise one, and a 1 x 1 one without a ReLU.
 
     With stride 1 the input is added, through a 1 x 1 convolution if the channels differ (the paper adds nothing then).
-    The hidden channels are ``expansion`` times those of the input. A ``gate`` acts before the input is added.
+    There are ``expansion`` times as many hidden channels as input channels. A ``gate`` acts before the input is added.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ class GroupedBottleneck(Residual):
 class SENet18(ImageChain):
     """ResNet-18 with pre-activation blocks, each with a squeeze-and-excitation gate on its residual branch.
 
-    Inputs [B, 3, 32, 32] to logits [B, C]. ``blocks`` and ``widths`` are as those of :class:`ResNet`.
+    Inputs [B, 3, 32, 32] to logits [B, C]. ``blocks`` and ``widths`` are as in :class:`ResNet`.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class LeNet5(Chain):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling. Dropout follows the first
-    and the second fully connected layer. ``widths`` are those of the two convolutions and of these two layers.
+    and the second fully connected layer. ``widths`` has the widths of the two convolutions and of these two layers.
     """
 
     input_shapes = ((1, 28, 28), (3, 32, 32))

@@ -105,7 +105,7 @@ class Rule:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """All arguments of the operator, without those of a mix."""
+        """All arguments of the operator, without the arguments of a mix."""
         adapt, passes = ((_ADAPT,), _PASSES) if self.uses_norms else ((), ())
         return *self.tensors, *_GROUPS, *adapt, *self.options, *_SCALING, *passes, *_STATES
 
@@ -257,7 +257,7 @@ adamw_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; w -= lr * m_hat/(sqrt(v_hat) + eps)``, with ``m_hat =
     m/(1-beta1^t)`` and ``v_hat = v/(1-beta2^t)`` at step t. It has the bits of ``lamb_step_`` without a ratio.
 
-    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are as in :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, float32 (bfloat16 with ``state_firsts``), one per parameter; changed in place.
@@ -280,7 +280,7 @@ lars_step_ = _function(
     - ``scaled_grad``: ``m = momentum*m + R*(g + weight_decay*w); w -= lr*m``
     - ``scaled_lr``: ``m = momentum*m + (g + weight_decay*w); w -= lr*R*m``
 
-    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`.
+    All other arguments, and the errors, are as in :func:`ddpcore.ops.sgd_step_`.
 
     Args:
         trust: float64 ``[len(params), 3]``, overwritten: R, weight norm and gradient norm of each tensor.
@@ -289,7 +289,7 @@ lars_step_ = _function(
         trust_coefficient: eta in the paper.
         eps: added to the denominator of R.
         squares: float64 ``[len(params), 2]``: sums of squares of weights and gradients. Pass ``first`` writes them and
-            ``second`` reads them; between these calls the caller adds those of other shards. None with ``both``.
+            ``second`` reads them; between these calls the caller adds the sums of other shards. None with ``both``.
         passes: ``both``, ``first`` or ``second``.
     """,
 )
@@ -301,7 +301,7 @@ lamb_step_ = _function(
     ``m = beta1*m + (1-beta1)*g; v = beta2*v + (1-beta2)*g^2; u = m_hat/(sqrt(v_hat) + eps) + weight_decay*w``, and
     ``w -= lr * phi(|w|)/|u| * u``. The ratio ``phi(|w|)/|u|`` is 1 if a norm is zero; phi clamps ``|w|``.
 
-    All other arguments, and the errors, are those of :func:`ddpcore.ops.sgd_step_`; an unknown mode is a RuntimeError.
+    All other arguments, and the errors, are as in :func:`ddpcore.ops.sgd_step_`; an unknown mode is a RuntimeError.
 
     Args:
         exp_avgs, exp_avg_sqs: m and v, as of :func:`ddpcore.ops.adamw_step_`.
@@ -342,7 +342,7 @@ def bytes_per_param(optimizer: str, itemsize: int, rounded_states: bool = False)
     it can move. LARS needs two norms before its first store, and LAMB one, so they read a tensor twice. The smallest
     number assumes that the second pass finds the tensor in cache: LARS then moves as much as SGD, and LAMB as AdamW.
     The largest number assumes no cache hit: LARS reads weight and gradient again, and LAMB weight and moments.
-    ``itemsize`` is that of a weight and of a gradient; with ``rounded_states`` momentum and moments are bfloat16.
+    ``itemsize`` is the size of a weight and of a gradient; with ``rounded_states`` momentum and moments are bfloat16.
     """
     rule = RULES[optimizer]
     states = len(rule.buffers) * (2 if rounded_states else 4 if rule.wide_states else itemsize)

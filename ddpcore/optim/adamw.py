@@ -25,7 +25,7 @@ class FusedAdamW(FusedOptimizer):
     ``torch.optim.AdamW`` and ``Adam`` in both directions. Both moments are fp32 for parameters of all dtypes, unless
     ``state_dtype`` is bfloat16.
 
-    All other arguments, and the errors, are those of :class:`FusedSGD`.
+    All other arguments, and the errors, are as in :class:`FusedSGD`.
 
     Args:
         betas: decay rates of m and v, each in [0, 1).

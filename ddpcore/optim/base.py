@@ -73,7 +73,7 @@ class FusedOptimizer(SavedOptimizer):
     def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:
         """The operator's arguments besides tensors and :func:`common_arguments`, for one call with these groups.
 
-        Those of the rule's table that are options of a group. There is no batch in a step of columns.
+        Here: the options of a group that stand in the rule's table. There is no batch in a step of columns.
         """
         return self.rule.options_of(groups[0])
 
@@ -297,8 +297,8 @@ class FusedOptimizer(SavedOptimizer):
         """The facts that a plan depends on. A plan is made again when they change.
 
         The first one is, for each group, the index of the first group with the same rule. Options that schedules change
-        are no facts. States are, because users may clear them or replace a step. Dtypes and devices are those of
-        gradients, which torch keeps equal to those of the parameters.
+        are no facts. States are, because users may clear them or replace a step. Dtypes and devices are read
+        from the gradients, because torch keeps gradients on the device and in the dtype of their parameters.
         """
         names = self._shared_options
         rules = [(isinstance(group["lr"], Tensor), [group[name] for name in names]) for group in groups]

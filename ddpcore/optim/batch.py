@@ -52,7 +52,7 @@ class Shards:
     """The sums of the DTensors of a step, for one plan: all parameters of the step, and the batches that step them.
 
     The kernels step the local shards. A rule that needs the norm of a whole tensor has two passes: the first one writes
-    the sums of squares of the local shards, :meth:`add_` adds those of the other ranks, and the second one steps. All
+    the sums of squares of the local shards, :meth:`add_` adds the sums of other ranks, and the second one steps. All
     tensors of a step share one all-reduce for each dimension of the mesh.
     """
 

@@ -37,7 +37,7 @@ class FusedLAMB(AdaptiveOptimizer):
     ``docs/optimizers.md`` compares them with other libraries. Both moments are fp32 for parameters of all dtypes,
     unless ``state_dtype`` is bfloat16.
 
-    All other arguments, and the errors, are those of :class:`FusedAdamW`.
+    All other arguments, and the errors, are as in :class:`FusedAdamW`.
 
     Args:
         weight_decay: see ``decay_mode``.

@@ -29,7 +29,7 @@ class FusedLARS(AdaptiveOptimizer):
     - ``scaled_lr`` (Intel's extension): ``m = momentum*m + (g + weight_decay*w); w -= lr*R*m``
 
     They are equal while the learning rate and all ratios are constant. ``docs/optimizers.md`` compares them with other
-    libraries. All other arguments, and the errors, are those of :class:`FusedSGD`.
+    libraries. All other arguments, and the errors, are as in :class:`FusedSGD`.
 
     Args:
         params: parameters, named parameters or groups. A group may set ``always_adapt=False``: its tensors then take
@@ -86,7 +86,7 @@ class FusedLARS(AdaptiveOptimizer):
             has_momentum = any("momentum_buffer" in state_dict["state"].get(index, {}) for index in loaded["params"])
             if has_momentum and "variant" not in loaded and own["variant"] != "scaled_lr":
                 raise ValueError(
-                    f"state_dict: its momentum is that of SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
+                    f"state_dict: its momentum is from SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
                     "load it with variant='scaled_lr', and see docs/optimizers.md for how to go on as another variant"
                 )
 

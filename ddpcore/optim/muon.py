@@ -64,7 +64,7 @@ class Muon(SavedOptimizer):
         params: parameters, named parameters or groups. A group has ``rule="muon"`` (default) or ``rule="adamw"``, see
             :func:`ddpcore.optim.param_groups` with ``rule="muon"``. With ``split=n`` each parameter of a group is n
             matrices of equally many rows, such as the projections of queries, keys and values. A tuple has the rows of
-            each. ``num_heads=n`` is the same for heads: a fused projection has those of queries, keys and values. A
+            each. ``num_heads=n`` is the same for heads: a fused projection has heads of queries, keys and values. A
             group with parameters of three dimensions says what they are: ``batched=True`` for matrices ``[E, M, N]``,
             such as experts, and ``batched=False`` for the kernel of a convolution. ``period`` and ``block_lr`` are
             options of a group, too.

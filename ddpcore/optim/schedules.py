@@ -76,7 +76,7 @@ def exponential(lr: float, gamma: float, steps_per_unit: int = 1) -> Schedule:
     return lambda step: float(lr * each**step)
 
 
-# What a caller sets: num_steps is the length of training, milestones are steps, steps_per_unit those of an epoch or 1.
+# What a caller sets: num_steps is the length of training, milestones are steps, steps_per_unit an epoch's steps or 1.
 SCHEDULES: Registry[Schedule] = Registry(
     "schedule",
     "ddpcore.schedules",

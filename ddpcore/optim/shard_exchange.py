@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     shape: Sequence[int]  # of the whole tensor
     dims: Sequence[int]  # that the ranks of each group divide as torch.chunk does: the first group the whole, and so on
-    owner: int  # ranks of all groups are numbered together, those of the last group fastest
+    owner: int  # ranks of all groups are numbered together, the last group's number fastest
 
 
 class ShardExchange:

@@ -58,8 +58,8 @@ class FlatParameters:
             ``grad_views`` are DTensors.
         sends_gradients: whether other ranks get columns of ``grad_LP``. Else it is allocated when something reads it.
 
-    ``names`` and ``segments`` are of one learner's parameters, in the order of the row. ``parameters`` are those of all
-    learners, those of learner 0 first; ``param_views`` and ``grad_views`` have their order.
+    ``names`` and ``segments`` are of one learner's parameters, in the order of the row. ``parameters`` are of all
+    learners, learner 0 first; ``param_views`` and ``grad_views`` have their order.
 
     ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse, complex,
     of 8 bits, not dense, or overlaps another one in memory.
@@ -159,8 +159,8 @@ class FlatParameters:
     def gather_grads(self, left: Container[int] = ()) -> bool:
         """Copy every ``.grad`` into ``grad_LP`` and replace it by its view. Returns whether every parameter has one.
 
-        A missing one stays None, and its part of ``grad_LP`` is zero. That of parameters whose index is in ``left`` is
-        undefined.
+        A missing one stays None, and its part of ``grad_LP`` is zero. The part of parameters with an index in ``left``
+        is undefined.
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True
@@ -179,7 +179,7 @@ class FlatParameters:
         self._detach_kept_grads([*places, *missing])
         if places:
             found = [local(self.parameters[index].grad) for index in places]
-            # A gradient in the flat buffer, as that of another learner is, must be copied first.
+            # A gradient in the flat buffer, as another learner's gradient is, must be copied first.
             gradients = [one.clone() if self._is_inside(one) else one for one in found]
             torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
             for index in places:
@@ -242,7 +242,7 @@ class FlatParameters:
     def own_grads(self, min_numel: int) -> dict[int, Tensor]:
         """Gradients outside of ``grad_LP`` with the layout of their weights: rows ``[n]`` by parameter index.
 
-        Those of fewer than ``min_numel`` elements are left out: a copy into ``grad_LP`` costs less than a kernel call.
+        One of fewer than ``min_numel`` elements is left out: a copy into ``grad_LP`` costs less than a kernel call.
         """
         large = [(place, segment) for place, segment in enumerate(self.segments) if segment.numel >= min_numel]
         if not large or self.shards is not None:

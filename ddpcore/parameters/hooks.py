@@ -1,4 +1,4 @@
-"""Hooks of parameters: those of a program, which may act on a gradient, our own, and methods without compilation."""
+"""Hooks of parameters: a program's, which may act on a gradient, and our own; and methods without compilation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _has_node(parameter: Tensor) -> bool:
 
 
 def node_hooks(parameter: Tensor, register: str) -> list[Callable[..., Any]]:
-    """The hooks of a parameter's accumulation node; those of ``register_hook`` run after all others."""
+    """The hooks of a parameter's accumulation node; hooks of ``register_hook`` run after all others."""
     node: Any = get_gradient_edge(parameter).node
     with own_hooks():  # a handle gives all hooks of its kind
         handle = getattr(node, register)(lambda *_: None)

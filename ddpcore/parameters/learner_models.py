@@ -84,7 +84,7 @@ class LearnerModels(nn.Module):
         if len(self.models) > 1 and code.co_name == "clip_grad_norm_" and code.co_filename == clip_grad.__file__:
             raise RuntimeError(
                 "clip_grad_norm_ would clip by one norm of the gradients of all learners: call "
-                "handle.clip_grad_norm_(max_norm), which clips those of each learner"
+                "handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
             )
         yield from super().parameters(recurse)
 

@@ -87,7 +87,7 @@ class Shards:
         return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
 
     def whole(self, squares_XS: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """Squared norms of whole parameters, from those of the shards of each rank. Collective over these ranks."""
+        """Squared norms of whole parameters, from squared norms of each rank's shards. Collective over these ranks."""
         counts = [self.replicas(parameter) for parameter in parameters]
         return self.add_(squares_XS / torch.tensor(counts, device=squares_XS.device))
 

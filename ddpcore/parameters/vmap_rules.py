@@ -48,7 +48,7 @@ class VmapRules:
 
     def __init__(self, models: Iterable[nn.Module], flat: FlatParameters) -> None:
         self._models, self._flat = list(models), flat
-        self._modules: list[nn.Module] = []  # of all models, those of learner 0 first
+        self._modules: list[nn.Module] = []  # of all models, learner 0's modules first
         self._members: list[Any] = []  # their modules and parameters
         self._facts: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model

@@ -61,10 +61,10 @@ class ADPSGD(Strategy):
     (:func:`ddpcore.strategies.a2cid2.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
     neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
 
-    On virtual learners time is that of the simulation. On ranks a unit of time passes for a learner at the end of each
-    of its jobs, and eta is that of equal speeds; then only the mean of w and y together moves by the gradients alone.
+    On virtual learners time is simulated. On ranks a unit of time passes for a learner at the end of each
+    of its jobs, and eta assumes equal speeds; then only the mean of w and y together moves by the gradients alone.
 
-    The equations are those of the authors' code (github AdelNabli/ACiD); the paper was not read. That code sends w of
+    The equations follow the authors' code (github AdelNabli/ACiD); the paper was not read. That code sends w of
     before the first line, which moves the mean a little, and measures time by the clock of each rank. Its eta is for
     one meeting of a learner in a unit of time; here there are two: it takes a peer, and it is taken by one.
 
@@ -106,7 +106,7 @@ class ADPSGD(Strategy):
             if value is not None and not self.accelerated:
                 raise ValueError(f"adpsgd: {name} is {value}: take accelerated=True, or leave it out")
         for learner, speed in enumerate(self.speeds or ()):
-            check_range(f"adpsgd: speeds: that of learner {learner}", speed, least=1e-3, most=1)
+            check_range(f"adpsgd: speeds[{learner}]", speed, least=1e-3, most=1)
         if self.speeds is not None and max(self.speeds, default=0) != 1:
             raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
         self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
@@ -174,7 +174,7 @@ class ADPSGD(Strategy):
         return sorted(events, key=lambda event: (event.time, order[event.learner]))
 
     def begins(self, step: int, learner: int) -> bool:
-        """Whether the learner's gradient of a step is that of a new job."""
+        """Whether the learner's gradient of a step belongs to a new job."""
         return step == 0 or self._ends(step, learner)
 
     def _ends(self, step: int, learner: int) -> bool:

@@ -150,7 +150,7 @@ class SparseTopK(Codec):
     An element takes 2 bytes for its place in the chunk and 2 bits for its value, and a chunk 16 bytes for the four
     values. The bins of a chunk have the width 6/4 of the standard deviation of its elements, around their mean; a value
     is the mean of its bin. The quantizer was written after descriptions of the authors' code
-    (github.com/tplr-ai/templar), whose bins are those of a whole tensor.
+    (github.com/tplr-ai/templar), which has one set of bins for a whole tensor.
     """
 
     name: ClassVar[str] = "sparse"

@@ -34,11 +34,11 @@ class AdaptiveConsensus:
     r"""The share c_t of an average in DSGD-AC (2602.02899), which falls with the learning rate a_t.
 
     ``c_t = (1 - least) (a_t / a_s)^power + least`` from step s = ``start`` on, and 1 before. ``w <- W w`` becomes
-    ``w <- (1 - c_t) w + c_t W w``, so learners stay further apart at a small rate than with DPSGD. It is 1 where the
-    rate is above a_s. The rate is that of the first parameter group when the exchange starts.
+    ``w <- (1 - c_t) w + c_t W w``, so learners stay further apart at a small rate than with DPSGD. c_t is 1 where the
+    rate is above a_s. The first parameter group gives the rate when the exchange starts.
 
     It rests on the code of the paper's author (github WangZesen/decent-sam-grc); the paper was not read. The defaults
-    are those of that code, except its ``start``, the end of the warm-up. ValueError: a number is out of its range.
+    are from that code, except its ``start``, the end of the warm-up. ValueError: a number is out of its range.
     """
 
     power: float = 3.0  #: not negative; 0 is DPSGD
@@ -111,7 +111,7 @@ class DPSGD(GradientAverages):
     - ``adapt_then_combine``: ``w_j(t+1) = sum_k W_jk(t) (w_k(t) - a g_k(w_k(t)))``. It is stable if ``a h < 2``, but
       the exchange does not overlap with any computation.
     - ``combine_then_adapt``: ``w_j(t+1) = v_j - a g_j(v_j)`` with ``v_j = sum_k W_jk(t) w_k(t)``. Its stability and its
-      cost are those of ``adapt_then_combine``.
+      cost are as with ``adapt_then_combine``.
 
     With ``staleness`` 1 the exchange may take one more step:
     ``w_j(t+1) = w_j(t) + 1/2 sum_k W_jk(t-1) (w_k(t-1) - w_j(t-1)) - a g_j(w_j(t))``. The mean over learners moves as

@@ -37,7 +37,7 @@ class GASLoC(GradientAverages):
 
     The equation is second-hand, from a transcription of the paper: neither the paper nor its code was read. There W is
     ``I - alpha Lambda``, with an alpha that is not known. :class:`~ddpcore.RandomPair` gives its randomized matchings
-    of one peer with alpha 1, and with ``num_partners=2`` those of two peers with alpha 2/3. The value of z(-1) is not
+    of one peer with alpha 1, and of two peers (``num_partners=2``) with alpha 2/3. The value of z(-1) is not
     in the transcription; this one makes one learner alone equal to ``torch.optim.SGD`` with ``nesterov=True``.
 
     Args:

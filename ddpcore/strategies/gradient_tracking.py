@@ -27,7 +27,7 @@ class GradientTracking(Strategy):
     equal on all learners, and the mean gradient is zero: the minimum of the mean loss, also if the learners' minima
     differ, at a constant rate, with any optimizer, and with topologies that change from step to step.
 
-    Weights and q travel in one message, while the gradient is computed. It is twice as long as that of DPSGD. A small
+    Weights and q travel in one message, twice as long as DPSGD's, while the gradient is computed. A small
     rate is needed: the step must be small compared with the spectral gap.
 
     Around Muon it tracks first and then orthogonalizes, as SUDA-Muon (2604.23980, abstract) and DeMuon (2510.01377)
@@ -100,7 +100,7 @@ class GradientTracking(Strategy):
         exchange.mixture().apply_(self._message_LX)
         learner.check_unchanged()
         weights_LP, tracked_LP = self._message_LX.split(flat.numel, dim=1)
-        if not flat.gather_grads():  # a learner without a gradient still follows that of the others
+        if not flat.gather_grads():  # a learner without a gradient still follows the others' gradients
             for parameter, view in zip(flat.parameters, flat.grad_views, strict=True):
                 parameter.grad = view
         tracked_LP += flat.grad_LP - self._gradient_LP

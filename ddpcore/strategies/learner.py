@@ -98,13 +98,13 @@ class Learner:
     hooks_paused: bool = False  #: whether forward passes call no strategy and no observer, as in passes of diagnostics
     shares: Tensor | None = None  #: float64 ``[n]``, the weight of each learner in averages; None for equal weights
     share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
-    #: the weights that peers change at any time, if they are not those of the models; else None
+    #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
-        """The first parameter that is not finite, of those of these rows that take part and have one.
+        """The first parameter that is not finite, for each of these rows that takes part and has one.
 
         Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
         """

@@ -26,7 +26,7 @@ class NoLoCo(LocalSGD):
     The momentum m_j is never sent, only theta_j. In one group of all, a complete graph, it is DiLoCo with heavy-ball
     momentum. Learners stay apart if their data differ: take ``handle.evaluation_model()``.
 
-    This is the rule of the authors' code (github.com/jkolehm/noloco), and the defaults are those of its configurations.
+    The rule is from the authors' code (github.com/jkolehm/noloco), and the defaults are from its configurations.
     The paper, which was not read, gives the part ``mean phi - phi_j`` of the bracket a factor of its own.
 
     With random partners a large momentum makes the differences d between learners grow without any gradient: E[d^2]

@@ -36,7 +36,7 @@ def outer_of(name: str, wanted: MakeOptimizer | Mapping[str, Any] | None) -> Mak
 
 
 class Anchor:
-    """The outer optimizer, and the weights that it steps: those of A learners.
+    """The outer optimizer, and the weights of A learners, which it steps.
 
     Where all learners average with all, they share one anchor (A = 1), which is equal on every rank. Where they average
     with neighbours, each learner has its own (A = L). ``make`` gets the parts of all learners, of one dimension.

@@ -27,7 +27,7 @@ from ddpcore.topology.registry import topology_named
 
 
 def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out: str) -> Callable[..., Strategy]:
-    """``make``, with its own parameters and with those of the strategy, some left out."""
+    """``make``, with its own parameters and with the strategy's, some left out."""
     own, theirs = inspect.signature(make).parameters, inspect.signature(strategy).parameters
     kept = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
     kept += [p.replace(kind=p.KEYWORD_ONLY) for name, p in theirs.items() if name not in (*own, *left_out)]

@@ -181,7 +181,7 @@ class SmallRun:
 
 
 def _row_of(model: nn.Module) -> Tensor:
-    """Parameters, and then buffers of floating-point numbers. Those of a learner of several ranks are gathered."""
+    """Parameters, and then buffers of floating-point numbers. A learner of several ranks gathers them."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     named: dict[str, Any] = {**(dict(model.named_parameters()) or model.state_dict()), **buffers}
     wholes = (one.full_tensor() if hasattr(one, "full_tensor") else one for one in named.values())

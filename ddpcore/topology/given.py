@@ -37,7 +37,7 @@ class FromMatrix(Given):
     matrix need not average: two learners may only swap their weights; see `spectral_gap`.
 
     With `weights` p, a number above 0 for each learner, rows of W sum to one and p W = p: averages keep the weighted
-    mean of the learners, as those of `Weighted` do.
+    mean of the learners, as averages by `Weighted` do.
     """
 
     weights: tuple[float, ...] | None = field(default=None, metadata={"new": True})

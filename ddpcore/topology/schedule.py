@@ -42,7 +42,7 @@ class Milestones(Generic[T]):
         return self.stages[bisect_right([first for first, _ in self.stages], step) - 1][1]
 
     def check_run(self, name: str, num_steps: int) -> None:
-        """Raise ValueError if the run ends before the last milestone. ``name`` is that of the option."""
+        """Raise ValueError if the run ends before the last milestone. ``name`` is the name of the option."""
         if (last := self.stages[-1][0]) >= num_steps:
             raise ValueError(f"{name} has the step {last}: the run ends after {num_steps} steps, take earlier steps")
 

@@ -117,7 +117,7 @@ class Slowed(_Wrapped):
 
     @override
     def period(self, num_learners: int) -> int | None:
-        """1 if that of the other topology is 1, else unknown."""
+        """1 if the other topology has period 1, else unknown."""
         return 1 if self.topology.period(num_learners) == 1 else None
 
     @override
@@ -168,7 +168,7 @@ class Scheduled(Topology):
 
 
 def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
-    """The topology of learners that average once a round. ``rounds`` gives that of a step; milestones stay steps."""
+    """The topology of learners that average once a round. ``rounds`` gives a step's round; milestones stay steps."""
     if isinstance(topology, Scheduled):
         return Scheduled(tuple((step, slowed(one, rounds)) for step, one in topology.stages.stages))
     if isinstance(topology, BetweenGroups):
@@ -193,7 +193,7 @@ class BetweenGroups(Topology):
     """Groups of ``size`` consecutive learners average as the learners of another topology do.
 
     ``W = V (x) I``: the learner at place i of a group averages with the learners at this place of other groups, with
-    the weights V of the other topology. Members of a group hold the same rows, so measurements are those of V.
+    the weights V of the other topology. Members of a group hold the same rows, so V gives the measurements.
     """
 
     size: int

@@ -36,7 +36,7 @@ class FinishedRun:
     def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
         """Load the folder of a run, the ``out`` of ``train``; ``data_dir`` if the data set's files have moved.
 
-        ValueError: there is no run, or it has no final model, that of another architecture, or other data.
+        ValueError: there is no run, or it has no final model, a model of another architecture, or other data.
         """
         path = Path(path)
         record = RunRecord.read(path)

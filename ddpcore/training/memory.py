@@ -18,7 +18,7 @@ from ddpcore.training.trainer import Trainer, by_place
 def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) -> int | None:
     """Bytes that autograd keeps, in float32, for the backward pass of so many samples; None if ``meta`` cannot run it.
 
-    Work space of kernels, such as that of convolutions, is not counted.
+    Work space of kernels, such as the space of convolutions, is not counted.
     """
     saved: dict[int, torch.UntypedStorage] = {}  # kept alive, else the next tensor may have the same one
 

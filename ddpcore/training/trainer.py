@@ -28,7 +28,7 @@ def by_place(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def confusion_matrix(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Count samples by label and prediction. The matrices of parts of a data set add up to that of the whole one.
+    """Count samples by label and prediction. The matrices of parts of a data set add up to the matrix of the whole set.
 
     Args:
         logits: ``[N, C]``; the prediction is the class of the largest logit.

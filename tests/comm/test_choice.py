@@ -54,7 +54,7 @@ def test_errors_name_a_flag_that_helps(requested: str, device: str, num_gpus: in
     [
         (4, "cpu", 1, "shm", "4 ranks on the CPU of one host"),
         (1, "cpu", 1, "pg", "no other"),
-        (4, "cpu", 2, "mixed", "4 ranks on 2 hosts: those of a host share memory, a process group connects hosts"),
+        (4, "cpu", 2, "mixed", "4 ranks on 2 hosts: ranks of one host share memory, a process group connects hosts"),
         (3, "cpu", 2, "mixed", "3 ranks on 2 hosts"),
         (4, "cpu", 4, "pg", "4 ranks on 4 hosts"),
         (4, "cuda", 2, "pg", "cuda"),

@@ -224,7 +224,7 @@ class Coordinator:
     ) -> dict[int, Tensor]:
         """Allocate ``num_bytes`` zeros, uint8, more than 0, on each of these ranks, and return them by rank, ascending.
 
-        With ``may_die`` those of dead ranks are left out. Collective.
+        With ``may_die`` dead ranks are left out. Collective.
         """
         own, handle = shared.allocate(num_bytes)
         number = self.arrive(f"the allocation of {num_bytes} bytes", handle)

@@ -129,7 +129,7 @@ class Buffers:
         self._numbers = count()
 
     def add(self, own: Tensor, views: Mapping[int, Tensor]) -> None:
-        """Add a buffer of this rank as bytes, with those of all ranks. The others' are kept until ``own`` is freed."""
+        """Add this rank's buffer as bytes, with all ranks' buffers. Others' views are kept until ``own`` is freed."""
         number = next(self._numbers)
         self._places[number] = range(own.data_ptr(), own.data_ptr() + own.nbytes)
         self._views[number] = {rank: view for rank, view in views.items() if rank != self._rank}
@@ -163,7 +163,7 @@ class Slots:
     """Buffers that exchanges use in turn. All ranks take the same, because numbers of operations decide."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, list[Slot]] = {}  # by their kind: those of one kind have one size
+        self.known: dict[Hashable, list[Slot]] = {}  # by their kind; slots of one kind have one size
         self._handed_out: list[Slot] = []
 
     def take(
