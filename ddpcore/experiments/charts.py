@@ -13,15 +13,17 @@ from typing import Any
 
 from ddpcore.display.chart import COLORS, Chart, Number, Series, check_plot, finite
 from ddpcore.options.fields import get
+from ddpcore.records.study import CURVES
 
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
 MOST_BANDS = 6  # of one chart: more of them hide each other
 ROWS_A_CHART = len(COLORS)  # of curves
-CURVES = {
+TITLES = {
     "effective_lr": "Effective / set learning rate",
     "loss": "Training loss of the mean",
     "noise": "Noise strength",
+    "train_loss": "Training loss of epochs",
 }
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
@@ -151,24 +153,27 @@ def _measured(cells: Sequence[Mapping[str, Any]], run: int) -> tuple[list[Number
 
 
 def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
-    """The statistics of each row over steps: the median over seeds, from the 20th to the 80th percentile."""
+    """The curves of each row over steps and epochs: the median over seeds, from the 20th to the 80th percentile."""
     charts = []
     for label, curves in zip(run_labels, comparison["curves"], strict=True):
         about = f"{label}. " if len(run_labels) > 1 else ""
         note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
-        for first, (key, title) in product(range(0, len(curves), ROWS_A_CHART), CURVES.items()):
-            series = [_over_seeds(row, curves[row], key) for row in list(curves)[first : first + ROWS_A_CHART]]
-            lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
-            log_y = key != "effective_lr" and lowest > 0
-            charts.append(Chart(title=title, x_label="step", y_label=key, series=series, note=note, log_y=log_y))
+        for x, names in CURVES.items():
+            rows = [row for row, seeds in curves.items() if any(x in curve for curve in seeds)]
+            for first, key in product(range(0, len(rows), ROWS_A_CHART), names):
+                series = [_over_seeds(row, curves[row], x, key) for row in rows[first : first + ROWS_A_CHART]]
+                lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
+                log_y = key != "effective_lr" and lowest > 0
+                chart = Chart(title=TITLES[key], x_label=x, y_label=key, series=series, note=note, log_y=log_y)
+                charts.append(chart)
     return charts
 
 
-def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], key: str) -> Series:
-    """A curve of the seeds that have a number at a step. One seed has no band."""
+def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], x: str, key: str) -> Series:
+    """A curve of the seeds that have a number at a step or an epoch. One seed has no band."""
     points: dict[float, list[float]] = {}
     for curve in seeds:
-        for step, value in zip(curve["step"], curve[key], strict=True):
+        for step, value in zip(curve.get(x, ()), curve.get(key, ()), strict=True):
             if finite(value) is not None:
                 points.setdefault(step, []).append(value)
     steps = sorted(points)

@@ -149,8 +149,9 @@ def _crowded(folder: _Folder) -> dict[str, str]:
     found, rows = {}, folder.manifest["rows"]
     for (row, _), line in folder.results.items():
         if line["status"] == FINISHED and row in rows:
-            cores, num_hosts = line["cores"], rows[row]["hosts"]
-            of_hosts = num_hosts > 1 and "namespaces" in line["place"]  # each host has a part of the machine's cores
+            place, cores, num_hosts = line["place"], line["cores"], rows[row]["hosts"]
+            own_cores = "namespaces" in place or "of one machine" not in place  # groups of one machine share them
+            of_hosts = num_hosts > 1 and own_cores
             ranks = rows[row]["ranks"] // (num_hosts if of_hosts else 1)
             if ranks > cores:
                 where = " of each host" if of_hosts else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from ddpcore.options.fields import get
@@ -12,6 +13,7 @@ from ddpcore.records.study import CURVES
 
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
+LEARNED = 0.9  # of ln(classes), the loss of guessing: below, a run has begun to learn
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
 SCORES = ("precision", "recall", "f1", "specificity")
@@ -21,7 +23,7 @@ METRICS = (
     "total_variation", "consensus_distance", "recoveries", "effective_lr_early", "effective_lr_late",
     "effective_lr_min", *(f"{name}_{part}" for name in NOISES for part in ("early", "late")), "noise_scale",
     "full_loss", "escape_step", "sharpness_late", "sharpness_max", "disagreement_top_late", "penalty_late",
-    "noise_top_late", *FLATNESS,
+    "noise_top_late", "loss_drop", "largest_rise", "epochs_rising", "epochs_to_learn", *FLATNESS,
 )  # fmt: skip
 """Numbers of a run. docs/experiments.md says what each is, and docs/noise_statistics.md explains the symbols."""
 
@@ -59,10 +61,30 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "total_variation": record.header.get("total_variation"),
         "consensus_distance": last.get("consensus_distance"),
         "recoveries": recoveries,
+        **_losses(record),
         **_statistics(record),
         **_hessian(record),
         **{name: (record.final.get("flatness") or {}).get(name) for name in FLATNESS},
     }
+
+
+def _losses(record: RunRecord) -> dict[str, float | None]:
+    """Metrics from the mean training losses of epochs; None where there are too few."""
+    known, classes = _known(record), record.header.get("num_classes") or 1
+    losses = [epoch["train_loss"] for epoch in known]
+    rises = [after - before for before, after in pairwise(losses)]
+    learned = (epoch["epoch"] for epoch in known if epoch["train_loss"] < LEARNED * math.log(classes))
+    return {
+        "loss_drop": losses[0] - losses[-1] if rises else None,
+        "largest_rise": max(0.0, *rises) if rises else None,
+        "epochs_rising": sum(rise > 0 for rise in rises) if rises else None,
+        "epochs_to_learn": next(learned, None),
+    }
+
+
+def _known(record: RunRecord) -> list[dict[str, Any]]:
+    """Epochs with a finite training loss."""
+    return [epoch for epoch in record.epochs if epoch["train_loss"] is not None]
 
 
 def _statistics(record: RunRecord) -> dict[str, float | None]:
@@ -99,10 +121,12 @@ def _hessian(record: RunRecord) -> dict[str, float | None]:
 
 
 def curves_of(record: RunRecord) -> dict[str, list[float]]:
-    """Statistics over the steps of a run, for plots: at most MAX_POINTS of them, with four digits."""
-    lines = _measured(record)
-    chosen = lines[:: math.ceil(len(lines) / MAX_POINTS)] if lines else []
-    return {name: [float(f"{line[name]:.4g}") for line in chosen] for name in ("step", *CURVES)} if chosen else {}
+    """Statistics over the steps of a run, and losses over its epochs, for plots: at most MAX_POINTS, of four digits."""
+    curves: dict[str, list[float]] = {}
+    for (x, names), lines in zip(CURVES.items(), (_measured(record), _known(record)), strict=True):
+        chosen = lines[:: max(1, math.ceil(len(lines) / MAX_POINTS))]
+        curves |= {name: [float(f"{line[name]:.4g}") for line in chosen] for name in (x, *names) if chosen}
+    return curves
 
 
 def _measured(record: RunRecord) -> list[dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ddpcore.experiments.study import Row, Study, check_claim
 from ddpcore.options.fields import dotted
 from ddpcore.records.run import BOOKKEEPING
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
-from ddpcore.runtime.launch import torchrun_world
+from ddpcore.runtime.launch import hosts_here
 from ddpcore.storage.files import LOCK
 from ddpcore.storage.json_lines import to_json
 from ddpcore.storage.limits import NUM_RUNS, shown
@@ -43,6 +44,8 @@ class Job:
         processes = f"{self.ranks} process" + ("es" if self.ranks > 1 else "")
         if self.config.strategy.learners > self.ranks:
             processes += f" of {self.config.strategy.learners // self.ranks} virtual learners"
+        if (num_hosts := hosts_here()) > 1:
+            return f"{processes} on {num_hosts} hosts"
         return processes if self.hosts == 1 else f"{processes} of one machine, standing for {self.hosts} hosts"
 
 
@@ -102,25 +105,15 @@ def make_plan(
         asked = f"{count:,} seeds of {len(chosen)} rows are more than {max_runs:,} runs"
         raise ValueError(f"{asked}: take fewer seeds, or raise --max-runs")
     seeds = list(range(first_seed, first_seed + count))
-    jobs = [
-        Job(
-            row=row.name,
-            seed=seed,
-            config=configs[row.name].overridden({"run": {"seed": seed}}),
-            path=folder.run_path(row.name, seed),
-            ranks=ranks[row.name],
-            hosts=row.hosts,
-            kill_rank=row.kill_rank,
-        )
-        for seed in seeds
-        for row in chosen
-    ]
-    of_rows = {}
-    for row in chosen:  # the same for all seeds and machines
+    jobs, of_rows = [], {}
+    for row in chosen:
         config = configs[row.name].overridden({"run": {"seed": 0}, "data": {"data_dir": None}}).to_dict()
-        about = {"published": dict(row.published), "about": row.about}
-        where = {"ranks": ranks[row.name], "hosts": row.hosts, "kill_rank": row.kill_rank}
-        of_rows[row.name] = {"config": config, **about, **where}
+        where: dict[str, Any] = {"ranks": ranks[row.name], "hosts": row.hosts, "kill_rank": row.kill_rank}
+        of_rows[row.name] = {"config": config, "published": dict(row.published), "about": row.about, **where}
+        for seed in seeds:
+            own, path = configs[row.name].overridden({"run": {"seed": seed}}), folder.run_path(row.name, seed)
+            jobs.append(Job(row=row.name, seed=seed, config=own, path=path, **where))
+    jobs.sort(key=attrgetter("seed"))
     manifest = {
         **{name: getattr(study, name) for name in ("title", "question", "source", "notes", "metrics", "charts")},
         "study": study.name,
@@ -195,7 +188,7 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
 
 def backend_of(job: Job) -> str:
     """The backend that connects the ranks of a job. ValueError: they would share a GPU."""
-    choice = backend_here(job.config, job.ranks, 1 if (joined := torchrun_world()) is None else joined.num_hosts)
+    choice = backend_here(job.config, job.ranks, hosts_here())
     if job.ranks and choice.backend == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
     return choice.backend

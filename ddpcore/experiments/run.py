@@ -46,7 +46,7 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
         next_index = multiprocessing.get_context("spawn").Value("i", 0)
         launch.run(_run_share, (without_ranks, next_index, folder), world_size=processes, backend="none")
     else:
-        _run_in_process(without_ranks, folder, datasets)
+        _run_in_process(zip(range(len(without_ranks), 0, -1), without_ranks, strict=True), folder, datasets)
     worlds: dict[tuple[int, str], list[Job]] = {}
     for job in pending:
         if job.ranks:
@@ -55,18 +55,19 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
         _run_ranks(jobs, ranks, backend, folder)
 
 
-def _run_in_process(jobs: Iterable[Job], folder: Folder, datasets: Datasets) -> None:
-    start, num = time.monotonic(), len(jobs) if isinstance(jobs, list) else 0
+def _run_in_process(jobs: Iterable[tuple[int, Job]], folder: Folder, datasets: Datasets, processes: int = 1) -> None:
+    """Run jobs, each with the number of jobs that no process has begun, itself among them."""
+    start = time.monotonic()
 
     def raise_if_asked(where: str) -> None:
         if stop.asked:
             raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
 
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
-        for place, job in enumerate(jobs):
-            if place and place < num:
-                left = (time.monotonic() - start) / place * (num - place) / 3600
-                print(f"about {left:.1f} h left for {num - place} runs, if they take as long", flush=True)
+        for place, (left, job) in enumerate(jobs):
+            if place:
+                hours = (time.monotonic() - start) / place * left / processes / 3600
+                print(f"about {hours:.1f} h left for {left} runs, if they take as long", flush=True)
             raise_if_asked(f"before {job.row}")
             try:
                 result = _train(job, None, datasets)
@@ -83,12 +84,13 @@ def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int],
     if torch.cuda.is_available():
         torch.cuda.set_device(world.rank % torch.cuda.device_count())
 
-    def next_job() -> Job | None:
+    def next_job() -> tuple[int, Job] | None:
         with next_index.get_lock():
             next_index.value += 1
-            return jobs[next_index.value - 1] if next_index.value <= len(jobs) else None
+            left = len(jobs) + 1 - next_index.value
+            return (left, jobs[-left]) if left > 0 else None
 
-    _run_in_process(iter(next_job, None), folder, Datasets())
+    _run_in_process(iter(next_job, None), folder, Datasets(), world.world_size)
 
 
 def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) -> None:

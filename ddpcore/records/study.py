@@ -16,7 +16,7 @@ from ddpcore.storage.limits import plain, shown
 FORMAT = 1
 MANIFEST, RESULTS = "manifest.json", "results.jsonl"
 FINISHED, FAILED = "finished", "failed"
-CURVES = ("effective_lr", "loss", "noise")  # over the steps of a run
+CURVES = {"step": ("effective_lr", "loss", "noise"), "epoch": ("train_loss",)}  # over the steps and epochs of a run
 Results = Mapping[tuple[str, int], dict[str, Any]]
 """The last line of each run, by (row, seed)."""
 
@@ -155,9 +155,10 @@ def read_results(folder: Path) -> tuple[Results, list[str]]:
 
 
 def _are_curves(curves: Any) -> bool:
-    """Whether they are what :func:`ddpcore.experiments.metrics.curves_of` returns: lists of numbers of one length."""
-    if not isinstance(curves, dict) or (curves and not curves.keys() >= {"step", *CURVES}):
+    """Whether they are what :func:`ddpcore.experiments.metrics.curves_of` returns: lists of numbers, each as its x."""
+    groups = [(x, *names) for x, names in CURVES.items()]
+    if not isinstance(curves, dict) or not curves.keys() <= {name for group in groups for name in group}:
         return False
-    lists = list(curves.values())
-    are_lists = all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists)
-    return are_lists and all(is_finite(value) or value is None for one in lists for value in one)
+    found: list[list[Any]] = [[curves.get(name) for name in group] for group in groups if curves.keys() & {*group}]
+    are_lists = all(isinstance(one, list) and len(one) == len(lists[0]) for lists in found for one in lists)
+    return are_lists and all(is_finite(value) or value is None for lists in found for one in lists for value in one)

@@ -132,6 +132,11 @@ def torchrun_world(environment: Mapping[str, str] | None = None) -> World | None
         raise UsageError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers ({error})") from None
 
 
+def hosts_here() -> int:
+    """Hosts of the ranks that torchrun has started, 1 without torchrun."""
+    return 1 if (world := torchrun_world()) is None else world.num_hosts
+
+
 def variables(names: Sequence[str]) -> dict[str, str | None]:
     """The values of environment variables; None for those that are not set."""
     return {name: os.environ.get(name) for name in names}

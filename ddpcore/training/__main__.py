@@ -104,7 +104,7 @@ def _start(options: TrainOptions, out: Path) -> None:
     if left is not None and torchrun is None and len(left.members) != world_size:
         world_size = len(left.members)
         print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
-    num_hosts = 1 if torchrun is None else torchrun.num_hosts
+    num_hosts = launch.hosts_here()
     backend = "virtual" if world_size == 1 else backend_here(config, world_size, num_hosts).backend
     if backend == "virtual" and world_size > 1:
         shared = f"{world_size} ranks would share {torch.cuda.device_count()} GPU"

@@ -36,6 +36,17 @@ def test_curves_are_medians_between_percentiles() -> None:
     assert [len(chart.series) for chart in charts] == [6, 6, 6, 2, 2, 2], "no more rows than colours"
 
 
+def test_curves_over_epochs_and_steps() -> None:
+    """Each row is in the charts of its own curves."""
+    losses = [{"epoch": [1, 2], "train_loss": [3.0 + seed, 1.0]} for seed in range(3)]
+    charts = drawing.curve_charts({"curves": [{"both": [SEEDS[0] | losses[0]], "losses": losses}]}, ["measured"])
+    assert [(chart.x_label, chart.y_label) for chart in charts] == [
+        ("step", "effective_lr"), ("step", "loss"), ("step", "noise"), ("epoch", "train_loss"),
+    ]  # fmt: skip
+    assert [[series.name for series in chart.series] for chart in charts] == [["both"]] * 3 + [["both", "losses"]]
+    assert (list(charts[-1].series[1].x), list(charts[-1].series[1].y)) == ([1, 2], [4.0, 1.0])
+
+
 def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("first.svg", "second.svg"):

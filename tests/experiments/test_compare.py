@@ -133,6 +133,10 @@ def test_a_rank_in_a_namespace_has_the_cores_of_its_host(folder: Folder) -> None
     assert verdicts_of(folder.path) == [[("holds", "n=1")]]
     crowd(folder.path, claims, ranks=4, hosts=2, cores=1, place=namespaces)
     assert verdicts_of(folder.path) == [[("void", "2 ranks of each host shared 1 core")]]
+    crowd(folder.path, claims, ranks=4, hosts=2, cores=1, place="4 processes on 2 hosts")
+    assert verdicts_of(folder.path) == [[("void", "2 ranks of each host shared 1 core")]]
+    crowd(folder.path, claims, ranks=4, hosts=2, cores=2, place="4 processes on 2 hosts")
+    assert verdicts_of(folder.path) == [[("holds", "n=1")]]
     crowd(folder.path, claims, ranks=4, hosts=2, cores=2, place="4 processes of one machine, in 2 groups")
     assert verdicts_of(folder.path) == [[("void", "4 ranks shared 2 cores")]]
 

@@ -9,6 +9,7 @@ import pytest
 
 from ddpcore.experiments.compare import outcome_of
 from ddpcore.experiments.metrics import MAX_POINTS, METRICS, curves_of, metrics_of
+from ddpcore.records.study import CURVES
 from ddpcore.training import RunRecord, TrainConfig
 
 CONFIG = TrainConfig.from_dict(
@@ -29,7 +30,7 @@ def line(step: int, effective_lr: float | None, loss: float, valid: bool = True)
 
 def record(lines: list[dict[str, Any]], final: dict[str, Any] | None = None) -> RunRecord:
     header = {"config": CONFIG, "total_steps": 100, "num_classes": 2, "num_parameters": 2}
-    epoch = {"train_loss": 0.3, "split": "test", "accuracy": 0.75, "seconds": 2.0}
+    epoch = {"epoch": 1, "train_loss": 0.3, "split": "test", "accuracy": 0.75, "seconds": 2.0}
     ended = {"diverged": False, "step": 100, **(final or {})}
     return RunRecord(path=Path(), header=header, resumed=[], epochs=[epoch], statistics=lines, final=ended)
 
@@ -94,10 +95,31 @@ def test_flatness() -> None:
 def test_curves() -> None:
     lines = [line(k, 0.123456, 1.0) for k in range(1, 10 * MAX_POINTS + 2)]
     curves = curves_of(record(lines))
-    assert {len(values) for values in curves.values()} == {len(lines[::11])}
+    assert {len(curves[name]) for name in ("step", *CURVES["step"])} == {len(lines[::11])}
     assert len(curves["step"]) <= MAX_POINTS
     assert curves["step"][:2] == [1.0, 12.0] and curves["effective_lr"][0] == 0.2469
-    assert curves_of(record([])) == {}
+    one = record([])
+    assert curves_of(one) == {"epoch": [1.0], "train_loss": [0.3]}
+    one.epochs[:] = epochs_of([None, *(0.123456 + number for number in range(2 * MAX_POINTS))])
+    curves = curves_of(one)
+    assert (curves["epoch"][:2], curves["train_loss"][:2]) == ([2.0, 4.0], [0.1235, 2.123])
+    assert len(curves["epoch"]) == len(curves["train_loss"]) == MAX_POINTS and "step" not in curves
+
+
+def epochs_of(losses: list[float | None]) -> list[dict[str, Any]]:
+    return [{"epoch": place, "train_loss": loss, "seconds": 1.0} for place, loss in enumerate(losses, 1)]
+
+
+def test_losses_of_epochs() -> None:
+    names = ("loss_drop", "largest_rise", "epochs_rising", "epochs_to_learn")
+    one = record([])
+    assert [metrics_of(one)[name] for name in names] == [None, None, None, 1], "one epoch, below 0.9 ln 2"
+    one.epochs[:] = epochs_of([0.75, 0.8, 0.625, 0.9, 0.5, None])
+    assert [metrics_of(one)[name] for name in names] == [0.25, pytest.approx(0.275), 2, 5], "0.9 ln 2 is 0.624"
+    one.epochs[:] = epochs_of([0.75, 0.7, 0.65])
+    assert [metrics_of(one)[name] for name in names] == [pytest.approx(0.1), 0.0, 0, None]
+    one.header["num_classes"] = None
+    assert metrics_of(one)["epochs_to_learn"] is None
 
 
 def test_a_validation_split_is_kept_apart_from_the_test_split() -> None:

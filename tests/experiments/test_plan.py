@@ -120,6 +120,18 @@ def test_ranks_share_the_learners(learners, world_size, ranks, tiny: Path, tmp_p
     assert plan.jobs[0].place == f"{ranks} processes{each}"
 
 
+def test_the_place_says_how_many_hosts_there_are(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tiny.read_text().replace('strategy.name = "ssgd"', 'ranks = true, hosts = 2, strategy.name = "ssgd"')
+    tiny.write_text(text.replace("strategy.learners = 2", 'strategy.learners = 4, strategy.transport = "pg"'))
+    job = make_plan(study.find_study(str(tiny)), Folder(tmp_path), rows=["ssgd"]).jobs[0]
+    assert job.place == "4 processes of one machine, standing for 2 hosts"
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    assert job.place == "4 processes of one machine, standing for 2 hosts", "torchrun on one host"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert job.place == "4 processes on 2 hosts"
+
+
 def test_rows_of_a_scale(tiny: Path, tmp_path: Path) -> None:
     """The scale selects rows unless the command names some; the manifest has the published numbers of all rows."""
     tiny.write_text(tiny.read_text().replace("[scales.smoke]", '[scales.smoke]\nrows = ["ssgd", "b"]'))

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ddpcore.experiments import study
-from ddpcore.experiments.plan import Datasets, make_plan
+from ddpcore.experiments.plan import Datasets, Job, make_plan
 from ddpcore.experiments.run import _run_share, run
 from ddpcore.records.study import Folder, read_manifest
 from ddpcore.runtime.launch import World
@@ -269,6 +270,27 @@ def test_each_process_of_several_jobs_takes_a_gpu_of_its_own(monkeypatch: pytest
     for rank in range(5):
         _run_share(World(rank, 5), [], None, None)
     assert taken == [0, 1, 2, 0, 1]
+
+
+def test_several_jobs_say_how_long_the_rest_takes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With two processes: this one has taken runs 1 and 3 to 6 of six, an hour each, and the other has run 2."""
+    folder, hours, next_index = Folder(tmp_path), count(), torch.multiprocessing.get_context("spawn").Value("i", 0)
+    jobs = make_plan(study.find_study(str(tiny)), folder).jobs
+    taken = []
+
+    def trained(job: Job, *rest: object) -> dict[str, Any]:
+        next_index.value += not taken
+        taken.append((job.row, job.seed))
+        return {"row": job.row, "seed": job.seed, "place": "here", "status": "failed", "error": "none"}
+
+    monkeypatch.setattr("ddpcore.experiments.run._train", trained)
+    monkeypatch.setattr("ddpcore.experiments.run.time.monotonic", lambda: 3600.0 * next(hours))
+    _run_share(World(0, 2), jobs, next_index, folder)
+    assert taken == [(job.row, job.seed) for job in (jobs[0], *jobs[2:])]
+    said = re.findall(r"about (.*) h left for (\d) runs", capsys.readouterr().out)
+    assert said == [("2.0", "4"), ("1.5", "3"), ("1.0", "2"), ("0.5", "1")]
 
 
 def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path: Path) -> None:
