@@ -30,7 +30,7 @@ Lines = Mapping[str, Sequence[tuple[Any, str]]]
 """The (value, row) of each line by its name, in the order of the values."""
 
 
-def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+def study_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
@@ -43,12 +43,12 @@ def study_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
         lines = lines_of(spec, {row: comparison["configs"][row] for row in drawn})
         if lines:
             variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
-            charts += _line_charts(variable, lines, cells, metric, run_labels)
+            charts += _line_charts(variable, lines, cells, metric, labels)
             on_lines |= {row for points in lines.values() for _, row in points}
     known = [row for row, cell in cells.items() if cell["published"] is not None or any(cell["measured"])]
     rest = [row for row in known if row not in on_lines]  # also if all runs diverged
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
-    return charts + [_list_chart(part, cells, metric, run_labels, others=bool(charts)) for part in parts]
+    return charts + [_list_chart(part, cells, metric, labels, others=bool(charts)) for part in parts]
 
 
 def lines_of(spec: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> Lines:
@@ -72,13 +72,13 @@ def _lines_with(row: str, value: Any, spec: Mapping[str, Any], config: Mapping[s
 
 
 def _line_charts(
-    variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]
+    variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, labels: Sequence[str]
 ) -> list[Chart]:
     """One chart, where a dash stands for a run; or one for each run, if there are more lines than colours."""
-    if len(run_labels) == 1 or len(lines) <= len(COLORS):
-        return [_line_chart(variable, lines, cells, metric, run_labels)]
+    if len(labels) == 1 or len(lines) <= len(COLORS):
+        return [_line_chart(variable, lines, cells, metric, labels)]
     charts = []
-    for run, label in enumerate(run_labels):
+    for run, label in enumerate(labels):
         own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
         if any(_num_seeds(own[row], 0) for points in lines.values() for _, row in points):
             chart = _line_chart(variable, lines, own, metric, [label])
@@ -86,12 +86,12 @@ def _line_charts(
     return charts
 
 
-def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, run_labels: Sequence[str]) -> Chart:
+def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, labels: Sequence[str]) -> Chart:
     series = []
     num_seeds = {
         (name, run): max(_num_seeds(cells[row], run) for _, row in points)
         for name, points in lines.items()
-        for run in range(len(run_labels))
+        for run in range(len(labels))
     }
     bands = {line for line, num in num_seeds.items() if num > 1}
     if len(bands) > MOST_BANDS:
@@ -99,19 +99,19 @@ def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: s
     for number, (name, points) in enumerate(lines.items()):
         x = [value for value, _ in points]
         printed = [cells[row]["published"] for _, row in points]
-        ran = [run for run in range(len(run_labels)) if num_seeds[name, run]]
+        ran = [run for run in range(len(labels)) if num_seeds[name, run]]
         if any(value is not None for value in printed):
             series.append(Series(
                 name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="D",
-                group=_series_name(name, run_labels, ran[0]) if ran else "",
+                group=_series_name(name, labels, ran[0]) if ran else "",
             ))  # fmt: skip
         for run in ran:
             known = [(value, row) for value, row in points if _num_seeds(cells[row], run)]
             y, low, high = _measured([cells[row] for _, row in known], run)
             series.append(Series(
-                name=_series_name(name, run_labels, run), x=[value for value, _ in known], y=y,
+                name=_series_name(name, labels, run), x=[value for value, _ in known], y=y,
                 low=low if (name, run) in bands else None, high=high if (name, run) in bands else None,
-                style="line+points", color=number, dash=run if len(run_labels) > 1 else None,
+                style="line+points", color=number, dash=run if len(labels) > 1 else None,
             ))  # fmt: skip
     values = [value for points in lines.values() for value, _ in points]
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
@@ -128,18 +128,18 @@ def _num_seeds(cell: Mapping[str, Any], run: int) -> int:
     return (cell["measured"][run] or {}).get("num_seeds", 0)
 
 
-def _series_name(line: str, run_labels: Sequence[str], run: int) -> str:
-    return f"{line}, {run_labels[run]}" if len(run_labels) > 1 else line
+def _series_name(line: str, labels: Sequence[str], run: int) -> str:
+    return f"{line}, {labels[run]}" if len(labels) > 1 else line
 
 
 def _list_chart(
-    rows: Sequence[str], cells: Mapping[str, Any], metric: str, run_labels: Sequence[str], *, others: bool
+    rows: Sequence[str], cells: Mapping[str, Any], metric: str, labels: Sequence[str], *, others: bool
 ) -> Chart:
     printed = [cells[row]["published"] for row in rows]
     series = []
     if any(value is not None for value in printed):
         series.append(Series(name="published", x=rows, y=printed, style="points", marker="D", color=-1))
-    for run, label in enumerate(run_labels):
+    for run, label in enumerate(labels):
         y, low, high = _measured([cells[row] for row in rows], run)
         series.append(Series(name=label, x=rows, y=y, low=low, high=high, style="points", color=run))
     title = f"{metric} of the other rows" if others else metric
@@ -152,11 +152,11 @@ def _measured(cells: Sequence[Mapping[str, Any]], run: int) -> tuple[list[Number
     return mean, low, high
 
 
-def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> list[Chart]:
+def curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:
     """The curves of each row over steps and epochs: the median over seeds, from the 20th to the 80th percentile."""
     charts = []
-    for label, curves in zip(run_labels, comparison["curves"], strict=True):
-        about = f"{label}. " if len(run_labels) > 1 else ""
+    for label, curves in zip(labels, comparison["curves"], strict=True):
+        about = f"{label}. " if len(labels) > 1 else ""
         note = f"{about}Median over seeds, with a band from the 20th to the 80th percentile."
         for x, names in CURVES.items():
             rows = [row for row, seeds in curves.items() if any(x in curve for curve in seeds)]
@@ -164,8 +164,7 @@ def curve_charts(comparison: Mapping[str, Any], run_labels: Sequence[str]) -> li
                 series = [_over_seeds(row, curves[row], x, key) for row in rows[first : first + ROWS_A_CHART]]
                 lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
                 log_y = key != "effective_lr" and lowest > 0
-                chart = Chart(title=TITLES[key], x_label=x, y_label=key, series=series, note=note, log_y=log_y)
-                charts.append(chart)
+                charts.append(Chart(title=TITLES[key], x_label=x, y_label=key, series=series, note=note, log_y=log_y))
     return charts
 
 
@@ -185,10 +184,10 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], x: str, key: str) 
     return Series(name=row, x=steps, y=y, low=[cut[0] for cut in cuts], high=[cut[-1] for cut in cuts])
 
 
-def plot_comparison(comparison: Mapping[str, Any], path: Path, run_labels: Sequence[str]) -> None:
+def plot_comparison(comparison: Mapping[str, Any], path: Path, labels: Sequence[str]) -> None:
     """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file."""
     check_plot(path)
     from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
 
-    charts = [*study_charts(comparison, run_labels), *curve_charts(comparison, run_labels)]
+    charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
     plot_charts(charts, path, comparison["title"])

@@ -11,6 +11,7 @@ import math
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,8 +79,7 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         raise ValueError(f"claim {predicate!r}: {error}") from None
 
 
-Crowded = Mapping[str, str] | None
-"""Rows whose outcomes make a verdict void, each with the reason."""
+Crowded = Mapping[str, str] | None  # rows whose outcomes make a verdict void, each with the reason
 
 
 def judge(
@@ -202,13 +202,11 @@ class _Evaluation:
         for_each = [replace(self, seed=seed) for seed in self._seeds(rows)]
         if name == "all_seeds":
             return all(evaluation.of(args[0], bool) for evaluation in for_each)
-        return sum(evaluation._holds(args[0]) for evaluation in for_each)
-
-    def _holds(self, condition: ast.expr) -> bool:
-        try:
-            return bool(self.of(condition, bool))
-        except _NotRun:
-            return False
+        num = 0
+        for evaluation in for_each:
+            with suppress(_NotRun):
+                num += evaluation.of(args[0], bool)
+        return num
 
     def _of_rows(self, name: str, args: Sequence[ast.expr]) -> Any:
         if (name == "value") != (self.seed is not None):

@@ -27,7 +27,7 @@ from ddpcore.runtime import launch
 from ddpcore.storage.files import locked, replace_file
 from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training.build import Datasets
-from ddpcore.training.config import DataConfig, check_settings, merged
+from ddpcore.training.config import check_settings, merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,7 @@ class RunOptions:
 
     EXAMPLE = "ddpcore experiments run digits-large-rate --scale cpu --rows ssgd-1.2,local-1.2 --out runs/rate"
 
-    study: str = field(
-        MISSING, "a name of `list`, or a file of your own that ends in .toml", positional=True, nargs=None
-    )
+    study: str = field(MISSING, "a name of `list`, or your own file that ends in .toml", positional=True, nargs=None)
     rows: tuple[str, ...] | None = field(None, "names of rows, or patterns ('ssgd-*'); default: the rows of the scale")
     scale: str = field("full", choices=SCALES)
     data_dir: Path | None = field(None, "folder of the data sets' files", metavar="DIR")
@@ -99,9 +97,7 @@ def _list(options: ListOptions) -> int:
     if options.study is None:
         table = Table("study", "rows", "data", "question", "published in", show_lines=True)
         for one in map(study.find_study, study.STUDIES.names()):
-            layers = [layer.get("data", {}) for row in one.rows.values() for layer in row.layers["full"]]
-            names = {data if isinstance(data, str) else data.get("name", "") for data in layers} - {""}
-            data = ", ".join(sorted(names)) or DataConfig().name
+            data = ", ".join(sorted({row.config("full").data.name for row in one.rows.values()}))
             table.add_row(*map(cell_of, (one.name, str(len(one.rows)), data, one.question, one.source)))
     else:
         headings = ("row", "model", "strategy", "learners", "batch", "rate", "about", "published")
@@ -154,9 +150,8 @@ def _run(options: RunOptions) -> int:
             print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
-    num_failed = sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
-    finished_now = f"finished: {len(plan.jobs) - num_failed} of {len(plan.jobs)}"
-    print(f"{finished_now}: ddpcore experiments compare {shown(folder.path)}")
+    num, num_failed = len(plan.jobs), sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)
+    print(f"finished: {num - num_failed} of {num}: ddpcore experiments compare {shown(folder.path)}")
     if options.plot is not None:
         _draw(compare([folder.path]), [options.plot])
     return 1 if num_failed else 0

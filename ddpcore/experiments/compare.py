@@ -185,17 +185,12 @@ def _lines(rows: Mapping[str, Any], metrics: Sequence[str], results: Sequence[Re
     """A line for the first metric, and for each other metric that was published or measured."""
     for name, row in rows.items():
         lines = [_of_row(found, name) for found in results]
+        about = {"row": name, "about": row["about"], "config": row["config"]}
         for metric in metrics:
             known = any(line["metrics"].get(metric) is not None for line in chain(*lines))
             if known or metric in row["published"] or metric == metrics[0]:
-                yield {
-                    "row": name,
-                    "about": row["about"],
-                    "config": row["config"],
-                    "metric": metric,
-                    "published": row["published"].get(metric),
-                    "measured": [_spread(of_folder, metric) for of_folder in lines],
-                }
+                measured = [_spread(one, metric) for one in lines]
+                yield {**about, "metric": metric, "published": row["published"].get(metric), "measured": measured}
 
 
 def _spread(lines: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any] | None:
@@ -228,18 +223,14 @@ def print_comparison(comparison: dict[str, Any], console: Console | None = None)
     """Print the rows of a study, then its claims; only :func:`markdown` shows their sources and predicates."""
     parts = [comparison["title"], f"published: {comparison['source']}", *about_runs(comparison)]
     parts.append(_table(*comparison_cells(comparison), num_left=2))
-    checked = [claim for claim in comparison["claims"] if not _lacks_rows(claim)]
+    lacking, claims = "no finished run of ", comparison["claims"]
+    checked = [one for one in claims if not all(said["reason"].startswith(lacking) for said in one["verdicts"])]
     if checked:
         heading, rows = claim_cells({**comparison, "claims": checked})
         parts.append(_table([heading[0], *heading[3:]], [[row[0], *row[3:]] for row in rows], num_left=len(heading)))
-    if left := len(comparison["claims"]) - len(checked):
+    if left := len(claims) - len(checked):
         parts.append(f"claims that need rows without a finished run, not shown: {left}; --markdown FILE has them")
     print_parts(console, *parts)
-
-
-def _lacks_rows(claim: Mapping[str, Any]) -> bool:
-    """Whether every folder lacks a finished run of a row that the claim names."""
-    return all(verdict["reason"].startswith("no finished run of ") for verdict in claim["verdicts"])
 
 
 def markdown(comparisons: list[dict[str, Any]], plots: list[str] | None = None) -> str:

@@ -42,22 +42,13 @@ class LandscapeOptions:
     plane: str = field("random", "directions; solutions goes through three runs", choices=tuple(PLANES))
     points: int = field(25, "K, for K x K points", least=2, metavar="K")
     span: float | None = field(
-        None,
-        "from the model to the border, in lengths of the directions (1); margin around solutions (0.25)",
-        above=0,
-        metavar="S",
+        None, "to the border, in lengths of the directions (1); margin around solutions (0.25)", above=0, metavar="S"
     )
     seed: int = field(0, "of random directions", metavar="N", **SEED_RANGE)
-    batch_norm: str | None = field(
-        None, "of each point (default: eval, between solutions recalibrate)", choices=BATCH_NORM
-    )
+    batch_norm: str | None = field(None, "default: eval, and between solutions recalibrate", choices=BATCH_NORM)
     split: str = field("train", "of the data", choices=("train", "validation", "test"))
-    samples: int | None = field(
-        None, f"so many random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N"
-    )
-    ratio: bool = field(
-        False, "also a map of |smallest / largest eigenvalue|, some tens of products a point", action="store_true"
-    )
+    samples: int | None = field(None, f"random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N")
+    ratio: bool = field(False, "also |smallest / largest eigenvalue|, tens of products a point", action="store_true")
     out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
     data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
     world_size: int = field(1, "share the points among N processes", least=1, metavar="N")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ddpcore.options.fields import get
@@ -16,16 +17,6 @@ MAX_POINTS = 60  # of a curve
 LEARNED = 0.9  # of ln(classes), the loss of guessing: below, a run has begun to learn
 NOISES = ("noise", "landscape_noise", "landscape_upright")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
-SCORES = ("precision", "recall", "f1", "specificity")
-METRICS = (
-    "train_loss", "test_loss", "accuracy", "accuracy_pct", "error_pct", "accuracy_or_chance_pct", "loss_or_chance",
-    "best_accuracy_pct", "validation_accuracy_pct", *SCORES, "seconds", "seconds_to_target", "steps", "parameters_mb",
-    "total_variation", "consensus_distance", "recoveries", "effective_lr_early", "effective_lr_late",
-    "effective_lr_min", *(f"{name}_{part}" for name in NOISES for part in ("early", "late")), "noise_scale",
-    "full_loss", "escape_step", "sharpness_late", "sharpness_max", "disagreement_top_late", "penalty_late",
-    "noise_top_late", "loss_drop", "largest_rise", "epochs_rising", "epochs_to_learn", *FLATNESS,
-)  # fmt: skip
-"""Numbers of a run. docs/experiments.md says what each is, and docs/noise_statistics.md explains the symbols."""
 
 
 def counts_diverged(metric: str) -> bool:
@@ -53,7 +44,7 @@ def metrics_of(record: RunRecord, recoveries: int = 0) -> dict[str, float | None
         "loss_or_chance": math.log(classes) if classes else on_test.get("loss"),
         "best_accuracy_pct": None if best is None else 100 * best,
         "validation_accuracy_pct": None if on_validation is None else 100 * on_validation,
-        **{name: on_test.get(name) for name in SCORES},
+        **{name: on_test.get(name) for name in ("precision", "recall", "f1", "specificity")},
         "seconds": seconds,
         "seconds_to_target": None if target is None or best is None or best < target else seconds,
         "steps": record.final["step"],
@@ -152,3 +143,11 @@ def _rate(lines: Sequence[dict[str, float]]) -> float | None:
     """Sum of g_a.g over sum of |g|^2. The mean of the ratios would be dominated by steps with small g."""
     squares = sum(line["grad_squared"] for line in lines)
     return sum(line["effective_lr"] * line["grad_squared"] for line in lines) / squares if squares > 0 else None
+
+
+_NO_RUN = RunRecord(
+    path=Path(), resumed=[], epochs=[], statistics=[], final={"diverged": False, "step": 0},
+    header={"config": {}, "num_parameters": 0, "total_steps": 0},
+)  # fmt: skip
+METRICS = tuple(metrics_of(_NO_RUN))
+"""Numbers of a run. docs/experiments.md says what each is, and docs/noise_statistics.md explains the symbols."""

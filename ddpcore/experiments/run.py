@@ -188,12 +188,11 @@ def _heading(job: Job) -> dict[str, Any]:
 def _finish(folder: Folder, result: dict[str, Any]) -> None:
     """Write and print a result. Of a run that has finished, the model stays, and its checkpoints go."""
     folder.append(result)
-    if result["status"] == FINISHED:
-        shutil.rmtree(folder.run_path(result["row"], result["seed"]) / CHECKPOINTS, ignore_errors=True)
     where = f"{result['row']}, seed {result['seed']}, {result['place']}"
     if result["status"] == FAILED:
         print(f"{where}: failed: {plain(result['error'])}", flush=True)
         return
+    shutil.rmtree(folder.run_path(result["row"], result["seed"]) / CHECKPOINTS, ignore_errors=True)
     shown = {name: result["metrics"][name] for name in ("train_loss", "accuracy_pct")}
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in shown.items() if value is not None)
     print(f"{where}: {'diverged' if result['diverged'] else numbers}, {result['total_seconds']:.1f} s", flush=True)

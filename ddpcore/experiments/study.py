@@ -163,15 +163,14 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
     for entries in values.get("claims", ()):
         check_table("a claim", entries, CLAIM, required=("text", "source", "predicate"))
         check_claim(entries["predicate"], tuple(rows))
+    lists: dict[str, Any] = {key: tuple(values.get(key, ())) for key in ("notes", "metrics", "charts")}
     study = Study(
         name=name,
         **{key: values[key] for key in ("title", "question", "source")},
-        notes=tuple(values.get("notes", ())),
-        metrics=tuple(values["metrics"]),
+        **lists,
         seeds={scale: scales.get(scale, {}).get("seeds", values.get("seeds", 1)) for scale in SCALES},
         selections={scale: scales.get(scale, {}).get("rows") for scale in SCALES},
         rows=rows,
-        charts=tuple(values.get("charts", ())),
         claims=tuple(Claim(**entries) for entries in values.get("claims", ())),
     )
     for selected in study.selections.values():
@@ -212,13 +211,11 @@ def _row(
     own = {key: part[key] for part in parts for key in ("ranks", "hosts") if key in part}
     of_scales = [scales, *(part.get("scales", {}) for part in parts)]
     layers = {scale: [shared, *parts, *(part.get(scale, {}) for part in of_scales)] for scale in SCALES}
+    kept = {at: [{key: one[key] for key in SECTIONS if key in one} for one in found] for at, found in layers.items()}
     return Row(
         name=name,
         study=study,
-        layers={
-            scale: [{key: value for key, value in layer.items() if key in SECTIONS} for layer in found]
-            for scale, found in layers.items()
-        },
+        layers=kept,
         published={metric: float(value) for metric, value in published.items()},
         about=entries.get("about", ""),
         kill_rank=entries.get("kill_rank"),

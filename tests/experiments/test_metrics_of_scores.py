@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from ddpcore.training import RunRecord
 def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:
     scores = {"split": "test", "loss": 1.5, "accuracy": 0.6, "precision": 0.1, "recall": 0.2, "f1": 0.3}
     epochs: list[dict[str, Any]] = [
-        {"seconds": 2.0, "train_loss": 2.0, **scores, "accuracy": 0.5},
-        {"seconds": 3.0, "train_loss": 1.0, **({} if diverged else scores)},
+        {"epoch": 1, "seconds": 2.0, "train_loss": 2.0, **scores, "accuracy": 0.5},
+        {"epoch": 2, "seconds": 3.0, "train_loss": 1.0, **({} if diverged else scores)},
     ]
     config = {"run": {"target": target, "escape_loss": None}}
     header = {"total_steps": 70, "num_classes": 4, "num_parameters": 2**19, "config": config}
@@ -26,6 +27,9 @@ def record(*, diverged: bool = False, target: float | None = None) -> RunRecord:
 
 def test_every_metric_has_a_meaning() -> None:
     assert set(metrics_of(record())) == set(METRICS)
+    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
+    explained = set(re.findall(r"`(\w+)`", page))
+    assert [name for name in METRICS if not {name, re.sub("_(early|late)$", "", name)} & explained] == []
 
 
 def test_a_diverged_run_counts_as_chance_for_metrics_that_define_it() -> None:

@@ -100,7 +100,9 @@ def test_damaged_curves_cost_only_the_curves_of_their_run(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     index = next(index for index, line in enumerate(lines) if line.get("curves"))
     whole = sections_of(read_sources([tmp_path / "study"]))
-    for curves in ({"step": [1]}, {**lines[index]["curves"], "loss": ["a"]}, {**lines[index]["curves"], "step": []}, 7):
+    known = lines[index]["curves"]
+    beside = {"epoch": [1], "train_loss": []}, {"loss": ["a"]}, {"step": []}
+    for curves in ({"step": [1]}, {"train_loss": [1]}, {"a": [1]}, 7, *({**known, **wrong} for wrong in beside)):
         path.write_text("".join(json.dumps({**line, "curves": curves} if line is lines[index] else line) + "\n"
                                 for line in lines))  # fmt: skip
         sections = sections_of(read_sources([tmp_path / "study"]))
