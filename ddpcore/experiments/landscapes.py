@@ -45,10 +45,10 @@ class LandscapeOptions:
         None, "to the border, in lengths of the directions (1); margin around solutions (0.25)", above=0, metavar="S"
     )
     seed: int = field(0, "of random directions", metavar="N", **SEED_RANGE)
-    batch_norm: str | None = field(None, "default: eval, and between solutions recalibrate", choices=BATCH_NORM)
+    batch_norm: str | None = field(None, "of points (default: eval, between solutions recalibrate)", choices=BATCH_NORM)
     split: str = field("train", "of the data", choices=("train", "validation", "test"))
     samples: int | None = field(None, f"random images of it (default: {NUM_SAMPLES}, or all)", least=1, metavar="N")
-    ratio: bool = field(False, "also |smallest / largest eigenvalue|, tens of products a point", action="store_true")
+    ratio: bool = field(False, "also map |smallest / largest eigenvalue|, tens of products each", action="store_true")
     out: Path | None = field(None, "folder of all files (default: RUN/landscape)", metavar="DIR")
     data_dir: Path | None = field(None, "folder of the data set's files, if it has moved", metavar="DIR")
     world_size: int = field(1, "share the points among N processes", least=1, metavar="N")
