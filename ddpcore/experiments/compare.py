@@ -298,9 +298,10 @@ def claim_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str
     heading = ["claim", "source", "predicate", "published numbers", *(run_label(run) for run in comparison["runs"])]
     rows = []
     for claim in comparison["claims"]:
+        published = claim["on_published"] if claim["on_published"]["word"] != "not run" else {"word": "-", "reason": ""}
         verdicts = [
             f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
-            for verdict in (claim["on_published"], *claim["verdicts"])
+            for verdict in (published, *claim["verdicts"])
         ]
         rows.append([*(" ".join(claim[key].split()) for key in ("text", "source", "predicate")), *verdicts])
     return heading, rows

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ddpcore.experiments.charts import plot_comparison
-from ddpcore.experiments.compare import markdown, print_comparison, run_label
+from ddpcore.experiments.compare import claim_cells, markdown, print_comparison, run_label
 
 
 def spread(**values: Any) -> dict[str, Any]:
@@ -67,6 +67,12 @@ def test_terminal() -> None:
         assert part in text
     assert "row b, seed 2 failed: ValueError: x" in text
     assert "not shown: 1; --markdown FILE has them" in text and "no finished run of none" not in text
+
+
+def test_a_claim_without_published_numbers_has_none() -> None:
+    compared = comparison()
+    compared["claims"][0]["on_published"] = {"word": "not run", "reason": "no finished run of a"}
+    assert claim_cells(compared)[1][0][3:] == ["-", "not run (no finished run of none)"]
 
 
 def test_a_claim_that_one_folder_can_check_is_shown() -> None:
