@@ -38,34 +38,62 @@ from helpers.sharded_places import (
     weights,
     whole,
 )
-from helpers.sharded_states import refused_states, resharded, resumed
+from helpers.sharded_states import refused_states, resharded, resumed, save_and_load
 
 SHARDABLE = [name for name in MAKERS if not name.startswith("noisy")]
 WHOLE_ROWS = ("int4", "int8", "topk", "sparse")  # codecs that scale or choose by chunks of a row
 
 
 def beside_virtual(
-    place: Place, strategy: str, optimizer: str, feature: str = "plain", hook: str = ""
+    place: Place, strategy: str, optimizer: str, feature: str = "plain", hook: str = "", folder: Path | None = None
 ) -> dict[str, float]:
     """The largest differences from virtual learners whose batches are those of all shards.
 
-    ``hook``: the program has a hook that halves each gradient.
+    ``hook``: the program has a hook that halves each gradient. ``folder``: the run is saved there in the middle, and
+    the differences from new objects that load it and go on are "resumed".
     """
-    model, other = FEATURES[feature](place.mesh["shard"]), WHOLE.get(feature, net)()
+    box: list[Any] = [_virtual(place, strategy, optimizer, feature, hook) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)  # one rank computes what is the same on all
+    model, (rows, wanted, distance_apart) = FEATURES[feature](place.mesh["shard"]), box[0]
     handle = begun(place, strategy, optimizer, model)
-    virtual = begun(place, strategy, optimizer, other, virtual=True)
-    for one in (handle, virtual):
-        for parameter in (parameter for each in one.models for parameter in each.parameters() if hook):
-            parameter.register_post_accumulate_grad_hook(halve)
-        place.train(one, range(STEPS), clip=True, micros=2 if feature == "mixed" else 1)
-    x = place.x[0, 0].to(next(other.parameters()).dtype)
+    _halve(handle, hook)
+    options: dict[str, Any] = {"clip": True, "micros": _micros(feature)}
+    place.train(handle, range(3), **options)
+    again = None
+    if folder is not None:
+        again = begun(place, strategy, optimizer, FEATURES[feature](place.mesh["shard"]))
+        save_and_load(place, handle, again, folder / f"{strategy}-{optimizer}-{feature}")
+        place.train(again, range(3, STEPS), **options)
+    place.train(handle, range(3, STEPS), **options)
     with torch.no_grad():
-        outputs, wanted = handle.evaluation_model()(x), virtual.evaluation_model()(x)
+        outputs = handle.evaluation_model()(place.x[0, 0].to(wanted.dtype))
+    mine = weights(model)
     return {
-        "weights": distance(weights(model), virtual.models[place.learner].state_dict()),
+        "weights": distance(mine, rows[place.learner]),
         "average": float((outputs - wanted).abs().max()),
-        "consensus": abs(handle.consensus_distance() - virtual.consensus_distance()),
+        "consensus": abs(handle.consensus_distance() - distance_apart),
+        **({} if again is None else {"resumed": distance(mine, weights(again.model))}),
     }
+
+
+def _virtual(place: Place, strategy: str, optimizer: str, feature: str, hook: str) -> tuple[Any, torch.Tensor, float]:
+    """The weights of each virtual learner, an output of their average, and their distance from it."""
+    other = WHOLE.get(feature, net)()
+    virtual = begun(place, strategy, optimizer, other, virtual=True)
+    _halve(virtual, hook)
+    place.train(virtual, range(STEPS), clip=True, micros=_micros(feature))
+    with torch.no_grad():
+        wanted = virtual.evaluation_model()(place.x[0, 0].to(next(other.parameters()).dtype))
+    return [weights(one) for one in virtual.models], wanted, virtual.consensus_distance()
+
+
+def _micros(feature: str) -> int:
+    return 2 if feature == "mixed" else 1
+
+
+def _halve(handle: Any, hook: str) -> None:
+    for parameter in (parameter for each in handle.models for parameter in each.parameters() if hook):
+        parameter.register_post_accumulate_grad_hook(halve)
 
 
 def halve(parameter: torch.Tensor) -> None:
@@ -92,7 +120,7 @@ def beside_averages_by_hand(place: Place, feature: str, strategy: str) -> bool:
     found = []
     for by_hand in (True, False):
         model = FEATURES[feature](place.mesh["shard"])
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         if not by_hand:
             made = ddpcore.SSGD() if strategy == "ssgd" else ddpcore.LocalSGD(2)
             connection = Connection(transport="pg")
@@ -347,14 +375,13 @@ def refused(place: Place) -> dict[str, str]:
     return texts
 
 
-RESUMED = [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]
-
-
 QUICK = ("ssgd", "streaming", "dpsgd", "dpsgd_cta", "push_sum", "tracking")
 BITS = [(name, "adamw") for name in SHARDABLE]
 BITS += [(n, one) for n in ("dpsgd", "ssgd", "diloco") for one in OPTIMIZERS if (n, one) not in BITS]
 PLAIN = [case for case in BITS if case != ("dpsgd", "muon")]  # gossip mixes no float64, which Muon needs here
 CASES = [(n, one, "mixed") if one == "adamw" else (n, one, "double" if one == "muon" else "plain") for n, one in PLAIN]
+MORE: list[tuple[str, ...]] = [("dpsgd", "lars", "replicate"), ("units", "adamw")]
+MORE += [("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
 
 
 def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
@@ -363,42 +390,37 @@ def fits(case: tuple[str, ...], learners: int, shards: int) -> bool:
     return oracle.fits("ring", learners, case[0]) and not (chunked and (shards > 1 or case[0].startswith("grouped")))
 
 
-def quick(folder: Path) -> dict[str, Any]:
+def four(folder: Path) -> dict[str, Any]:
     two, four = Place(2, 2), Place(4, 1)
-    cases: list[Any] = [*((name, "adamw") for name in QUICK), ("dpsgd", "lamb"), ("ssgd", "lars"), ("dpsgd", "torch")]
-    cases += [("dpsgd", "lars", "replicate"), ("diloco", "muon", "double"), ("diloco", "adamw", "mixed")]
-    cases += [("units", "adamw"), ("ssgd", "sgd", "plain", "hook"), ("dpsgd", "sgd", "replicate", "hook")]
-    return {
-        "virtual": {case: beside_virtual(two, *case) for case in cases},
-        "plain": {case: bits_of_plain_ranks(four, *case) for case in [(n, "sgd") for n in ("dpsgd", "outer_int4")]},
-        "features": {(one, "ssgd"): beside_averages_by_hand(two, one, "ssgd") for one in ("bf16", "tied", "replicate")},
-        "resumed": {case: resumed(two, *case, folder) for case in RESUMED},
-        "resharded": {case: resharded(two, *case, folder) for case in RESUMED[:2]},
+    found = {"memory": sharded_memory.beyond_fsdp(two.mesh)}  # first: a compiled model leaves tensors
+    cases = [case for case in [*CASES, *MORE] if fits(case, 2, 2)]
+    virtual = {case: beside_virtual(two, *case, folder=folder if case[2:] == ("mixed",) else None) for case in cases}
+    resume = [(name, "adamw") for name in SHARDABLE if fits((name, "adamw"), 2, 1)]
+    resume = [case for case in resume if "resumed" not in virtual.get((*case, "mixed"), ())]
+    resume += [("dpsgd", "adamw"), ("diloco", "adamw"), ("ssgd", "muon")]  # with buffers
+    by_hand = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
+    skipped = [("raise", "local_sgd"), ("skip", "local_sgd"), ("skip", "dpsgd")]
+    return found | {
+        "virtual": virtual,
+        "plain": {
+            case: bits_of_plain_ranks(four, *case) for case in [*BITS, ("outer_int4", "sgd")] if fits(case, 4, 1)
+        },
+        "features": {case: beside_averages_by_hand(two, *case) for case in by_hand},
+        "accumulated": accumulated(two),
+        "resumed": {case: resumed(two, *case, folder) for case in resume},
+        "resharded": {
+            name: resharded(two, name, "adamw", folder) for name in ("dpsgd", "diloco", "streaming", "slowmo", "gasloc")
+        },
+        "momentum": momentum_average(two),
         "saved": saved_average(two, sys.argv[5], folder),
-        "nonfinite": {(mode, "local_sgd"): nonfinite(two, mode, "local_sgd") for mode in ("raise", "skip")},
+        "nonfinite": {case: nonfinite(two, *case) for case in skipped},
         "average": average_of_ties_and_teachers(two),
-        "memory": sharded_memory.beyond_fsdp(two.mesh),
         "noise": {
             f"{name} {dynamic}": noise(two, name, dynamic=dynamic)
             for name in ("ssgd", "dpsgd")
             for dynamic in (False, True)
         },
         "refused": {**refused(two), **refused_states(two, folder)},
-    }
-
-
-def whole_list(folder: Path) -> dict[str, Any]:
-    two, four = Place(2, 2), Place(4, 1)
-    by_hand = [(one, name) for one in FEATURES if one != "double" for name in ("ssgd", "local_sgd")]
-    return {
-        "virtual": {case: beside_virtual(two, *case) for case in CASES if fits(case, 2, 2)},
-        "plain": {case: bits_of_plain_ranks(four, *case) for case in BITS if fits(case, 4, 1)},
-        "features": {case: beside_averages_by_hand(two, *case) for case in by_hand},
-        "accumulated": accumulated(two),
-        "resumed": {name: resumed(two, name, "adamw", folder) for name in SHARDABLE if fits((name, "adamw"), 2, 1)},
-        "resharded": {name: resharded(two, name, "adamw", folder) for name in ("streaming", "slowmo", "gasloc")},
-        "momentum": momentum_average(two),
-        "nonfinite": {("skip", "dpsgd"): nonfinite(two, "skip", "dpsgd")},
     }
 
 
@@ -410,7 +432,7 @@ def six(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     path, _, _ = join()
-    what = {"quick": quick, "whole_list": whole_list, "six": six}[sys.argv[4]]
+    what = {"four": four, "six": six}[sys.argv[4]]
     torch.save(what(path.parent), path)
     dist.barrier()
     dist.destroy_process_group()

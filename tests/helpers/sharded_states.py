@@ -21,13 +21,17 @@ def resumed(place: Place, strategy: str, optimizer: str, folder: Path) -> bool:
     """Whether a run that torch.distributed.checkpoint saves in the middle, and new objects load, goes on to the bit."""
     first, second = (begun(place, strategy, optimizer, sharded(mixed(norm=True), place.mesh["shard"])) for _ in "ab")
     place.train(first, range(3), micros=2)
-    path = folder / f"{strategy}-{optimizer}"
-    dcp.save({"run": RunState(first)}, checkpoint_id=path)
-    place.train(second, range(1))  # what is loaded replaces what is there
-    dcp.load({"run": RunState(second, saved=path)}, checkpoint_id=path)
+    save_and_load(place, first, second, folder / f"{strategy}-{optimizer}")
     for one in (first, second):
         place.train(one, range(3, STEPS), micros=2)
     return distance(weights(first.model), weights(second.model)) == 0
+
+
+def save_and_load(place: Place, first: Any, second: Any, path: Path) -> None:
+    """Load the state of a run by torch.distributed.checkpoint into other objects, which have trained something else."""
+    dcp.save({"run": RunState(first)}, checkpoint_id=path)
+    place.train(second, range(1))  # what is loaded replaces what is there
+    dcp.load({"run": RunState(second, saved=path)}, checkpoint_id=path)
 
 
 def resharded(place: Place, strategy: str, optimizer: str, folder: Path) -> dict[str, float]:
