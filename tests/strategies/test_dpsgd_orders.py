@@ -162,7 +162,8 @@ def test_codecs_of_differences_reach_consensus(n: int, topology: Any, codec: Any
     steps(60)
     optimizer.param_groups[0]["lr"] = 0.0
     mean = rows_of(handle, "weight").mean(0)
-    spread, first, second = handle.consensus_distance(), steps(300), steps(300)
+    count = 300 if getattr(codec, "ratio", 1) == 0.01 else 100  # the codec that sends least takes longest
+    spread, first, second = handle.consensus_distance(), steps(count), steps(count)
     assert spread > 1
     assert first < 0.5 * spread
     assert second < max(0.7 * first, 1e-4)
