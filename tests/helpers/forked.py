@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import math
 import multiprocessing
 import os
@@ -211,6 +212,7 @@ class Ranks:
 
 
 def _become(logs: Path, env: dict[str, str], cwd: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what was imported is no garbage: to search it takes half a second and writes to all its pages
     assert Path(launch.__file__).is_relative_to(ROOT), f"{launch.__file__} is of another checkout"
     for number, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(logs / stream, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
