@@ -275,10 +275,13 @@ def does_not_answer(rank: int) -> None:
     if rank == 1:
         with rows._shared._lock:
             dist.barrier()
-            time.sleep(6)
+            dist.barrier()
     else:
         dist.barrier()  # rank 1 has the lock
-        rows.meet(0, 1, Job(zeros.clone(), zeros.clone()))
+        try:
+            rows.meet(0, 1, Job(zeros.clone(), zeros.clone()))
+        finally:
+            dist.barrier()  # until here
 
 
 def leaves(rank: int) -> None:

@@ -1,6 +1,6 @@
 """Ranks that die in a run that goes on, and the same run by virtual learners: ``elastic_ranks MAIN FILE ...``.
 
-:func:`main` forks the ranks of one trial after another, so that torch is imported once, and
+:func:`main` forks the ranks of the trials, so that torch is imported once, and
 saves what the ranks that were left end with.
 """
 
@@ -40,6 +40,7 @@ from ddpcore.training import RunRecord, TrainConfig
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from helpers.forked import without_gloo
+from helpers.lanes import in_lanes
 from helpers.oracle import outer
 
 GO = "ranks may join"  # a key of the store
@@ -360,8 +361,7 @@ def run_trial(trial: Trial) -> list[Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    trials = {str(trial): run_trial(trial) for trial in [*TRIALS, *JOINS, *REFUSED]}
-    torch.save(trials, sys.argv[1])
+    torch.save(in_lanes({str(trial): trial for trial in [*TRIALS, *JOINS, *REFUSED]}, run_trial), sys.argv[1])
 
 
 def run_joined(out: Path) -> tuple[dict[int, int], str]:

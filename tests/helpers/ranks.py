@@ -54,24 +54,28 @@ class Trials(dict[str, list[tuple[int, str]]]):
     """The status and the output of each rank in a trial of a script, by the trial's name. A trial runs when asked for.
 
     Args:
-        script: of this folder: ``SCRIPT FILE NAME`` runs one trial, as in ``shared_memory_ranks``.
+        script: of this folder: ``SCRIPT FILE NAME`` runs one trial, as in ``shared_memory_ranks``, and without a name
+            all, several at the same time.
         folder: for files, which exists.
+        all_at_once: whether all run when the first one is asked for.
         more: variables of the environment.
     """
 
-    def __init__(self, script: str, folder: Path, **more: str) -> None:
+    def __init__(self, script: str, folder: Path, *, all_at_once: bool = False, **more: str) -> None:
         super().__init__()
         self._script, self._folder, self._env = script, folder, environment() | more
+        self._all_at_once = all_at_once
 
     def __missing__(self, name: str) -> list[tuple[int, str]]:
         parent = forked.imported(f"import helpers.{self._script}", environment())
         logs, path = log_folder(self._folder, len(self)), self._folder / f"{len(self)}.pt"
-        process = parent.start(["-m", f"helpers.{self._script}", str(path), name], logs, self._env, self._folder)
+        words = ["-m", f"helpers.{self._script}", str(path), *([] if self._all_at_once else [name])]
+        process = parent.start(words, logs, self._env, self._folder)
         process.join(LIMIT)
         code = process.exitcode
         process.kill()
         assert code == 0, f"{name}: exit code {code}\n{''.join(forked.output(logs))}"
-        (self[name],) = torch.load(path).values()
+        self.update(torch.load(path))
         return self[name]
 
 

@@ -1,6 +1,6 @@
 """Ranks that share memory, and that do not all do well: ``shared_memory_ranks.py FILE``.
 
-Each function is a trial. This process forks the ranks of one trial after another, so that torch is imported once, and
+Each function is a trial. This process forks the ranks of the trials, so that torch is imported once, and
 saves the exit status and the output of each rank. A rank that is killed stays a zombie until the others have ended. A
 rank that meets a fault prints its message, lives on for a while, and must not be taken for the cause.
 """
@@ -34,6 +34,7 @@ from ddpcore.parameters.flat import FlatParameters
 from helpers.connection import connected
 from helpers.forked import without_gloo
 from helpers.in_place_ranks import exchanges_in_place, freezes_and_saves, misses_a_gradient
+from helpers.lanes import in_lanes
 
 CPU = torch.device("cpu")
 P = 5000  # beyond a page
@@ -371,7 +372,7 @@ def main(trials: list[tuple[Any, ...]]) -> None:
     """All of them, or those whose names are given."""
     torch.set_num_threads(1)
     chosen = [trial for trial in trials if name_of(trial) in sys.argv[2:] or not sys.argv[2:]]
-    torch.save({name_of(trial): run_trial(trial) for trial in chosen}, sys.argv[1])
+    torch.save(in_lanes({name_of(trial): trial for trial in chosen}, run_trial), sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ TIMES = 2  # that ranks end in each way: the clean-up of an interpreter takes a 
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    folder = tmp_path_factory.mktemp("adpsgd")
-    return ranks.Trials("adpsgd_ranks", folder, ADPSGD_FOLDER=str(folder))
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder, is_whole = tmp_path_factory.mktemp("adpsgd"), ranks.has_slow_items(request)
+    return ranks.Trials("adpsgd_ranks", folder, all_at_once=is_whole, ADPSGD_FOLDER=str(folder))
 
 
 @pytest.fixture(scope="module")

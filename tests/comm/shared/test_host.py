@@ -23,9 +23,9 @@ KILLED = -9
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
-    before = ranks.names_in_shared_memory()
-    yield ranks.Trials("shared_memory_ranks", tmp_path_factory.mktemp("shared"))
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
+    before, folder = ranks.names_in_shared_memory(), tmp_path_factory.mktemp("shared")
+    yield ranks.Trials("shared_memory_ranks", folder, all_at_once=ranks.has_slow_items(request))
     assert ranks.names_in_shared_memory() <= before
 
 
