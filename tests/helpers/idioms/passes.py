@@ -228,7 +228,7 @@ def two_models_in_turn(run: Run) -> None:
 
 def _compiled_autograd(run: Run, inside: bool, vectorize: bool | None) -> None:
     """torch.compile of the backward pass: it runs the hooks of ddpcore at other times."""
-    start(run, **({"vectorize": vectorize} if run.world == "virtual" else {}))
+    start(run, nn.Linear(5, 3), **({"vectorize": vectorize} if run.world == "virtual" else {}))
     for step in range(2):
         inputs, labels = run.batch(step)
         run.optimizer.zero_grad()
