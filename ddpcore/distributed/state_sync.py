@@ -20,6 +20,7 @@ from ddpcore.distributed.averaging import has_average
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.ssgd import scale_
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
 
@@ -29,8 +30,9 @@ class Policies:
     """What happens to other state in each step that averages weights or gradients. By default it does not change.
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
-    ``average``: the mean over all learners. ``reset``: the value at the start of training. push_sum allows no
-    ``gossip``, because its mixing is not an average. ValueError: no such policy for that state.
+    ``average``: the mean over all learners, by their weights if they have some. ``reset``: the value at the start of
+    training. push_sum allows no ``gossip``, because its mixing is not an average. ValueError: no such policy for that
+    state.
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
@@ -66,6 +68,10 @@ class Policies:
         averages, name = (self.momentum, self.batch_norm), strategy.name
         if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
             raise ValueError(f"policies that average wait for other learners and {name} does not: take keep or reset")
+        if self.moments and isinstance(strategy.traits.weights, str):
+            raise ValueError(
+                f"policy moments averages where {name} has not counted {strategy.traits.weights}: give numbers"
+            )
         if GOSSIP in averages:
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {name} has none: take average")
@@ -152,10 +158,12 @@ class StateSync:
             num = len(comm.learners)
             rows_LX = torch.cat([tensor.reshape(-1) for tensor in alike]).view(num, -1)
             if policy == AVERAGE:
+                # Under push_sum the sum over learners counts: gradients step the biased weights.
+                scale_(rows_LX, None if strategy.traits.no_mean else self._learner.shares, self._learner)
                 comm.average_(rows_LX).wait()
             else:
                 assert strategy.topology is not None
-                comm.mix_(rows_LX, strategy.topology, self._learner.step - 1)
+                comm.mix_(rows_LX, strategy._mixing or strategy.topology, self._learner.step - 1)
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 

@@ -106,6 +106,7 @@ class Strategy:
 
     name: ClassVar[str]
     topology: Topology | None = None  # which learners average with which; None for a strategy without neighbours
+    _mixing: Topology | None = None  # W of the last step, by which policies mix too, if it is not that of ``topology``
     _in_use: bool = False  # whether a distribute() call owns the object
 
     def __repr__(self) -> str:

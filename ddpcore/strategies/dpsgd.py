@@ -262,7 +262,7 @@ class DPSGD(GradientAverages):
         is_plain = self._published is None and not is_narrow(learner.flat.param_LP.dtype) and self.group == 1
         if is_plain and self._quarantined is None:  # an average in pairs is not of one learner alone
             learner.check_sent()
-            learner.comm.mix_(learner.flat.param_LP, self._mixing(learner, step), step)
+            learner.comm.mix_(learner.flat.param_LP, self._mix_at(learner, step), step)
         else:
             self._start(learner, step)
             learner.flat.average_(self._finish(learner))
@@ -277,29 +277,31 @@ class DPSGD(GradientAverages):
         elif self.staleness:
             rows = published = weights_LP.clone()
         in_place = published is None and self.order == ORDERS[0] and not is_narrow(weights_LP.dtype)
-        mixing = self._mixing(learner, step)
+        mixing = self._mix_at(learner, step)
         if in_place and self.group == 1:
             exchange = learner.comm.exchange(rows, mixing, step, in_place=True)
         else:
             exchange = exchange_columns(learner.comm, rows, mixing, self.group, step)
         self._under_way.append(_Pending(exchange, rows, published))
 
-    def _mixing(self, learner: Learner, step: int) -> Topology:
+    def _mix_at(self, learner: Learner, step: int) -> Topology:
         """The topology, or the part of it that counts at the learning rate of the step."""
-        if self._share is None:
-            return self.topology
-        if isinstance(self._share, Setting):
-            return Damped(self.topology, self._share.at(step))
+        share = 1.0 if self._share is None else self._share_at(self._share, learner, step)
+        self._mixing = self.topology if share == 1 else Damped(self.topology, share)
+        return self._mixing
+
+    def _share_at(self, wanted: AdaptiveConsensus | Setting, learner: Learner, step: int) -> float:
+        if isinstance(wanted, Setting):
+            return float(wanted.at(step))
         lr = float(learner.optimizer.param_groups[0]["lr"])
-        if self._reference_lr is None and step >= self._share.start:
+        if self._reference_lr is None and step >= wanted.start:
             if lr <= 0:
                 raise ValueError(
                     f"dpsgd: consensus compares with the learning rate of step {step}, which is {lr}: let consensus "
                     "start where the schedule is above 0"
                 )
             self._reference_lr = lr
-        share = 1.0 if self._reference_lr is None else self._share.share(lr / self._reference_lr)
-        return self.topology if share == 1 else Damped(self.topology, share)
+        return 1.0 if self._reference_lr is None else wanted.share(lr / self._reference_lr)
 
     def _finish(self, learner: Learner) -> WeightAverage:
         """Return the average of the oldest exchange, after waiting for it."""
@@ -346,6 +348,8 @@ class DPSGD(GradientAverages):
         self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
             self._quarantined = set(state["quarantined"] or ())
+        if self._begun:
+            self._mix_at(learner, learner.step)
         self._remainder_LP = state["remainder"]
         for sent, published in state["stale"]:
             exchange = learner.comm.exchange(sent, self.topology, learner.step - 1)

@@ -55,6 +55,7 @@ class ExactDiffusion(Strategy):
         "rest elsewhere: take on_failure='raise', or dpsgd"
     )
     topology: Topology
+    _mixing: Topology
 
     def __init__(self, topology: Topology | None = None, *, lazy: bool = True) -> None:
         self.topology = topology_of(self.name, topology, Ring)

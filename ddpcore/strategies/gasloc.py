@@ -52,6 +52,7 @@ class GASLoC(GradientAverages):
 
     name: ClassVar[str] = "gasloc"
     topology: Topology
+    _mixing: Topology
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class GASLoC(GradientAverages):
         self.topology = self._between(self._given)
         self._rounds = Rounds(self.name, period)
         self.period, self.outer_lr, self.outer_momentum = self._rounds.value, outer_lr, outer_momentum
-        self._topology = slowed(self.topology, self._rounds.number)  # one round of the topology a period
+        self._mixing = slowed(self.topology, self._rounds.number)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
 
@@ -116,9 +117,9 @@ class GASLoC(GradientAverages):
         change_LP = weights_LP - self._before_LP
         self._before_LP.copy_(weights_LP)
         if self.group == 1:
-            learner.comm.mix_(weights_LP, self._topology, learner.step - 1)
+            learner.comm.mix_(weights_LP, self._mixing, learner.step - 1)
         else:
-            exchange = exchange_columns(learner.comm, weights_LP, self._topology, self.group, learner.step - 1)
+            exchange = exchange_columns(learner.comm, weights_LP, self._mixing, self.group, learner.step - 1)
             exchange.mixture().apply_(weights_LP)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
         self._start_LP.copy_(weights_LP)

@@ -150,7 +150,7 @@ class LocalSGD(GradientAverages):
         self.group = group
         if then is not None or restart:
             self.then, self.restart = None if then is None else self._between(then), restart
-        self._topology = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
+        self._mixing = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
         self._then = None if self.then is None else slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
@@ -266,14 +266,14 @@ class LocalSGD(GradientAverages):
             exchange = learner.comm.exchange(message, BetweenGroups(self.group, Complete()), learner.step - 1)
             return partial(self._decoded, exchange, message, weights_LX[:1], shares)
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
-        if self._topology is None:
+        if self._mixing is None:
             scale_(rows_LX, shares, learner)
             work = learner.comm.average_(rows_LX, learner.step - 1)
             return partial(_filled, rows_LX, work.wait)
         if self.overlap or self.group > 1:
-            exchange = exchange_columns(learner.comm, rows_LX, self._topology, self.group, learner.step - 1)
+            exchange = exchange_columns(learner.comm, rows_LX, self._mixing, self.group, learner.step - 1)
             return partial(_filled, rows_LX, lambda: exchange.mixture().apply_(rows_LX))
-        learner.comm.mix_(rows_LX, self._topology, learner.step - 1)
+        learner.comm.mix_(rows_LX, self._mixing, learner.step - 1)
         return lambda: rows_LX
 
     def _decoded(self, exchange: Exchange, own_LY: Tensor, like_1X: Tensor, shares_n: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_unweighted
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
+from ddpcore.topology.base import Topology
 
 
 class SlowMo(Strategy):
@@ -64,6 +65,10 @@ class SlowMo(Strategy):
     @override
     def plan(self, step: int) -> Plan:
         return Plan(weights=(step + 1) % self.period == 0 or (self.base is not None and self.base.plan(step).weights))
+
+    @property
+    def _mixing(self) -> Topology | None:  # type: ignore[override]
+        return self._inner._mixing
 
     def __repr__(self) -> str:
         return f"SlowMo({self.base!r}, {self._shown('period', 'slow_momentum', 'slow_lr')})"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import DPSGD, SSGD, LocalSGD, Policies, PushSum, Ring
+from ddpcore import DPSGD, SSGD, LocalSGD, OnePeerExponential, Policies, PushSum, Ring
 from ddpcore.distributed.state_sync import scales_inside
 from ddpcore.optim import FusedSGD
 from helpers import training
@@ -53,6 +54,33 @@ def test_momentum(kind: Any) -> None:
         seen["gossip"].double(), torch.from_numpy(Ring().matrix(0, N)) @ kept.double(), rtol=1e-5, atol=1e-7
     )
     assert not seen["reset"].any()
+
+
+SHARES = (1.0, 2.0, 3.0, 6.0)
+RING, PAIRS = Ring().matrix(0, N), OnePeerExponential().matrix(0, N)
+MIXED: list[tuple[Any, str, Any]] = [  # the policy, and the matrix by which the strategy mixes weights in that step
+    (lambda: DPSGD(Ring(), consensus=lambda step: 0.25), "gossip", 0.75 * np.eye(N) + 0.25 * RING),
+    (lambda: DPSGD(Ring(), consensus={"least": 0.5}, order="adapt_then_combine"), "gossip", RING),
+    (lambda: ddpcore.SlowMo(DPSGD(Ring(), consensus=lambda step: 0.25)), "gossip", 0.75 * np.eye(N) + 0.25 * RING),
+    (lambda: LocalSGD(2, topology=OnePeerExponential()), "gossip", PAIRS),
+    (lambda: ddpcore.GASLoC(OnePeerExponential(), period=2), "gossip", PAIRS),
+    (lambda: ddpcore.ExactDiffusion(Ring()), "gossip", 0.5 * np.eye(N) + 0.5 * RING),
+    (lambda: LocalSGD(1, weights=SHARES), "average", np.tile(SHARES, (N, 1)) / 12),
+    (lambda: DPSGD(ddpcore.Weighted(Ring(), SHARES)), "average", np.tile(SHARES, (N, 1)) / 12),
+    (lambda: PushSum(Ring()), "average", np.full((N, N), 0.25)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "policy", "matrix"), MIXED)
+def test_momentum_is_mixed_as_the_weights_are(strategy: Any, policy: str, matrix: Any) -> None:
+    """By the same part of W, of the same round, and with the weights of learners."""
+    seen = {}
+    for chosen in ("keep", policy):
+        _, optimizer, handle = make(made := strategy(), Policies(momentum=chosen))
+        for seed in range(1 if made.plan(0).weights else 2):
+            step(handle, optimizer, seed)
+        seen[chosen] = states(handle, optimizer, "momentum_buffer").double()
+    torch.testing.assert_close(seen[policy], torch.from_numpy(matrix) @ seen["keep"], rtol=1e-5, atol=1e-6)
 
 
 def test_momentum_of_adam() -> None:
@@ -207,6 +235,8 @@ def test_what_a_policy_needs() -> None:
     for kind in ("momentum", "batch_norm"):
         with pytest.raises(ValueError, match="push_sum does not train the mean of its weights: take average"):
             make(PushSum(Ring()), Policies(**{kind: "gossip"}))
+    with pytest.raises(ValueError, match="where local_sgd has not counted samples: give numbers"):
+        make(LocalSGD(4, weights="samples"), Policies(moments={"exp_avg": 2}), torch.optim.Adam, lr=0.1)
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="single does not use these options: leave policies= out"):
         ddpcore.distribute(
