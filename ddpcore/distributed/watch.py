@@ -173,10 +173,11 @@ class LoopWatch:
         """Count a forward pass of a step, which averages weights if ``by_weights``.
 
         RuntimeError: they were changed between several passes: a program that never calls ``step()`` would not average.
+        A step with a closure changes them itself.
         """
         self.num_passes += 1
         num = self.num_passes
-        if not by_weights or num < 2:
+        if not by_weights or num < 2 or self.has_called(sys._getframe()):
             return
         if num == 2:
             self._sample = self._weight_bits()

@@ -89,6 +89,42 @@ def closure_of_sgd(run: Run) -> None:
         run.step(partial(run.optimizer.step, closure))
 
 
+class FourTimes(torch.optim.SGD):
+    """Calls its closure at four places, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(4):
+            loss = closure()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.sub_(0.1 * parameter.grad)
+        return loss
+
+
+def _closure_at_four_places(run: Run, vectorized: bool) -> None:
+    model = net()
+    options = {"vectorize": vectorized} if run.world == "virtual" else {}
+    run.distribute(model, FourTimes(model.parameters(), lr=0.1), **options)
+    for step in range(STEPS):
+        inputs, labels = run.batch(step)
+
+        def closure(inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
+            run.optimizer.zero_grad()
+            loss = run.loss(run.model(inputs), labels)
+            run.backward(loss)
+            return loss
+
+        run.step(partial(run.optimizer.step, closure))
+
+
+for vectorized in (True, False):
+    add(
+        f"a_closure_at_four_places_{'together' if vectorized else 'in_turn'}",
+        partial(_closure_at_four_places, vectorized=vectorized),
+        refused={"dpsgd": "takes no closure"},
+    )
+
+
 class CallsSuper(torch.optim.SGD):
     """Its hooks run in this ``step`` and again in that of the base class."""
 
