@@ -39,8 +39,7 @@ class Transfer:
 class Step:
     """What is sent in one step.
 
-    Averages of gradients are messages. They are sent one after the other, each once it is complete; the optimizer waits
-    for the last.
+    Averages of gradients are messages. They are sent in turn, each when complete; the optimizer waits for the last.
     """
 
     messages: Sequence[Transfer] = ()

@@ -322,8 +322,7 @@ class Communicator(ABC):
         """Start to fetch the neighbours' weights of a step. ``weights_LP`` must not change until the result is used.
 
         With ``in_place`` neighbours may read ``weights_LP`` itself, without a copy. The average then writes to another
-        buffer (``out``), which holds the weights from then on. Only one buffer of a shape and dtype may be exchanged in
-        place at a time.
+        buffer (``out``), which holds the weights from then on. Only one of a shape and dtype may be exchanged so.
         """
 
     def mix_(self, weights_LP: Tensor, topology: Topology, step: int) -> None:

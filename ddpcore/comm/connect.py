@@ -79,9 +79,7 @@ def choose_transport(
         raise ValueError(f"transport is {requested!r}: choose from {', '.join(TRANSPORTS)}")
     for name, wanted in (("shm", "cpu"), ("ipc", "cuda"), ("mixed", "cpu")):
         if requested == name and device != wanted:
-            raise ValueError(
-                f"--transport {name} is for ranks on {wanted} and the model is on {device}: use --transport pg"
-            )
+            raise ValueError(f"--transport {name} is for {wanted} and the model is on {device}: use --transport pg")
         if requested == name != "mixed" and num_hosts > 1:
             raise ValueError(f"--transport {name} is for one host and the ranks are on {num_hosts}: use --transport pg")
     if requested == "mixed" and may_die:

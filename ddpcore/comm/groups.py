@@ -118,9 +118,7 @@ def own_group(
         connect_seconds: until all have come, over gloo; NCCL connects in the first call. RuntimeError: one did not.
     """
     if unknown := sorted(set(backends.values()).difference(("gloo", "nccl"))):
-        raise ValueError(
-            f"groups of ranks need gloo or nccl and the process group has {unknown[0]}: start it with these"
-        )
+        raise ValueError(f"groups of ranks need gloo or nccl and the process group has {unknown[0]}: start it so")
     group = dist.ProcessGroup(store, rank, num)
     for backend in dict.fromkeys(backends.values()):
         place, kind = dist.PrefixStore(backend, store), dist.ProcessGroup.BackendType.GLOO

@@ -111,8 +111,7 @@ class StackedExchange(Exchange):
 class ElasticVirtualCommunicator(VirtualCommunicator):
     """Connects the rows of one ``[L, P]`` buffer, of which n belong to members.
 
-    Row j belongs to the learner with id j. A row of no member stays in the buffer: averages are written to it too, and
-    nothing reads it.
+    Row j belongs to the learner with id j. A row of no member stays in the buffer: averages go there too, unread.
     """
 
     membership: Membership

@@ -35,8 +35,7 @@ def load(data_dir: str | Path, num_classes: int | None = None, *, max_bytes: int
     ``[N, frames, features]`` and ``labels`` int64 ``[N]``. By default ``num_classes`` is one more than the largest
     label, and at least 2. ``max_bytes`` is the most memory that the arrays of all files together may take.
 
-    If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files must
-    match it.
+    If there is a file ``data_dir/SHA256SUMS``, as ``sha256sum train/* test/* > SHA256SUMS`` writes it, all files match.
 
     ValueError, in one line that names the file or the folder: a file is missing or damaged; an array is missing or has
     another dtype or shape; an input is not finite; a label is negative or too large.

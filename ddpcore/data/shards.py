@@ -171,8 +171,7 @@ class ShardedBatches:
     def step_without_growth(self, step: int) -> int:
         """The step at which a run without growth reaches the epoch and the sample that this step begins with.
 
-        Such a run has the batch size of step 0. If the sample is inside one of its batches, it is the step of that
-        batch.
+        Such a run has the batch size of step 0. A sample inside one of its batches has the step of that batch.
         """
         epoch, taken = self.place(step)
         return epoch * self.steps_per_epoch + taken // self._share(0)

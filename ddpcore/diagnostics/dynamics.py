@@ -116,8 +116,7 @@ def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int)
     """The largest eigenvalues ``[K]`` of C, descending, and their unit eigenvectors ``[K, P]``. Collective.
 
     The matrix of the inner products of the learners' deviations has the nonzero eigenvalues of C, times n^2. An
-    eigenvector u of this matrix gives the direction ``sum_j u_j (w_j - w_a)``. The direction of an eigenvalue of zero
-    is returned as zeros.
+    eigenvector u of this matrix gives the direction ``sum_j u_j (w_j - w_a)``. That of an eigenvalue of zero is zeros.
     """
     n = comm.num_learners
     products = covariance_products(weights_LP, mean_P, comm)

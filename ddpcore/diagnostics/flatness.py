@@ -11,8 +11,7 @@ weights w are perturbed in proportion to their own size, ``w + diag|w| e``, as A
     loss_increase       = E_x L(w (1 + s x)) - L(w)          x standard normal; the same without the approximation
 
 The last one is the expected sharpness of PAC-Bayesian bounds with noise in proportion to the weights (Neyshabur et al.
-2017a, section 2.3). ``hessian_eigenvalue = max_i lambda_i(H)`` is the usual measure (Keskar et al. 2016), which depends
-on the scale.
+2017a, section 2.3). ``hessian_eigenvalue = max_i lambda_i(H)``, the usual one (Keskar et al. 2016), depends on scale.
 
 Shapes: P elements of all parameters that need a gradient.
 """
@@ -56,8 +55,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
 
     Args:
         model: has second derivatives; its mode (train or eval) is not changed. If it draws random numbers, as dropout
-            does in training mode, every evaluation of the loss uses the same ones: it starts with the current state of
-            the global generators.
+            does in training mode, every evaluation of the loss uses the same ones, from the current global state.
         loss: computes the loss with the model's current weights, or yields parts whose sum is the loss.
         seed: of probes and noise.
 

@@ -103,9 +103,7 @@ class HessianStatistics(Observer):
         self.num_steps, self._hook = 0, None
         if isinstance(handle, HookedDistributed):
             if handle.learner.flat.shards is not None:
-                raise ValueError(
-                    "learners are sharded, and products with the Hessian need whole models: use a small model"
-                )
+                raise ValueError("learners are sharded, and Hessian products need whole models: use a small model")
             if no_mean := handle.strategy.traits.no_mean:
                 raise ValueError(f"{no_mean}: take dpsgd")
             passes.check_equal_weights(handle)

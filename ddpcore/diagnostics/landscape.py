@@ -63,8 +63,7 @@ def random_plane(model: nn.Module, *, seed: int = 0) -> Plane:
 
     Each slice of a direction along the first dimension of a parameter (a filter, or the weights of one neuron) gets the
     norm of the model's slice. Parameters of one dimension, such as biases, and parameters of normalization do not move.
-    The second direction is then made orthogonal to the first. ValueError: no parameter with two dimensions needs a
-    gradient.
+    The second direction is then made orthogonal to the first. ValueError: no parameter of two dimensions is trained.
     """
     weights = WeightVector(model)
     generator = torch.Generator().manual_seed(seed)
@@ -79,8 +78,7 @@ def plane_through(models: Mapping[str, nn.Module]) -> Plane:
     """The plane through three solutions: the first is (0, 0), the second (1, 0), and the third has y = 1.
 
     ``models`` are three of one architecture, by name. A point between solutions has no batch statistics of its own:
-    take ``batch_norm="recalibrate"``. ValueError: there are not three, their parameters differ in shape, or they lie on
-    one line.
+    take ``batch_norm="recalibrate"``. ValueError: they are not three, or differ in shape, or lie on one line.
     """
     if len(models) != 3:
         raise ValueError(f"there are {len(models)} models: a plane goes through three")

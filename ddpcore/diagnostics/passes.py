@@ -268,8 +268,7 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
     for part in result if isinstance(result, Iterator) else (result,):
         if not isinstance(part, Tensor) or part.numel() != 1 or not part.requires_grad:
             raise ValueError(
-                "loss= and full_loss= must return the loss as one number with a graph, or yield its parts: call the "
-                "model inside"
+                "loss= and full_loss= must return one number with a graph, or yield its parts: call the model inside"
             )
         yield part.reshape(())
 

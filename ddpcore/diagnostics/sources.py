@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +23,9 @@ from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.parameters.flat import Segment
+from ddpcore.parameters.flat import FlatParameters, Segment
+from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
 DISJOINT = (
@@ -76,6 +80,8 @@ class LearnerStatistics(Source):
         self._own: Tensor | None = None  # [L, S], of this step
         self._mean: Tensor | None = None  # [S]
         self._num_passes = 0
+        self._left_LP: Tensor | None = None  # gradients as the passes of a measured step leave them, before clipping
+        self._copies = ExitStack()  # ends them
         self._random: RandomState | None = None  # before this step's first forward pass
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
@@ -85,6 +91,7 @@ class LearnerStatistics(Source):
 
     def close(self) -> None:
         """Stop measuring."""
+        self._copies.close()
         if self in self._handle.observers:
             self._handle.observers.remove(self)
 
@@ -100,11 +107,31 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        if self._config.loss is None or self._random is not None or not self._is_measured(learner.step):
+        if not self._is_measured(learner.step):
+            return
+        if self._config.loss is None or self._random is not None:
+            if self._left_LP is None and not self._handle.strategy.plan(learner.step).averages_gradients:
+                self._begin_copies(learner.flat)
             return
         device = learner.flat.param_LP.device
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             self._random = RandomState(device)
+
+    def _begin_copies(self, flat: FlatParameters) -> None:
+        """Copy each gradient when a pass has added to it."""
+        views = zip(flat.parameters, flat.views_of(rows_LP := torch.zeros_like(flat.param_LP)), strict=True)
+        copies = [(one, partial(_copy, view, one)) for one, view in views if one.requires_grad]
+        with own_hooks():
+            for parameter, copy in copies:
+                self._copies.callback(parameter.register_post_accumulate_grad_hook(copy).remove)
+
+        def copy_all() -> None:
+            for _, copy in copies:
+                copy()
+
+        self._left_LP = rows_LP
+        flat.on_gradients.append(copy_all)
+        self._copies.callback(flat.on_gradients.remove, copy_all)
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
@@ -133,7 +160,8 @@ class LearnerStatistics(Source):
             num_skipped += num_passes > 0
         if self._is_measured(learner.step):
             self._measure(steps, num_skipped, is_full, random)
-            steps, num_skipped = [], 0
+            steps, num_skipped, self._left_LP = [], 0, None
+            self._copies.close()
         self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
 
     def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
@@ -186,7 +214,13 @@ class LearnerStatistics(Source):
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
         own_LP = passes.local_gradients(self._learner)
         own_LP.mul_(self._unscale(own_LP))
-        grad_LP = own_LP if config.loss is None else self._gradient_at(mean_LP, config.loss, random)[0]
+        grad_LP = own_LP
+        if config.loss is not None:
+            grad_LP = self._gradient_at(mean_LP, config.loss, random)[0]
+        elif self._left_LP is not None and bool(self._left_LP.any()):
+            scale = scale_of(config.scaler, own_LP.device)
+            unscale = self._unscale(own_LP) if scale is None else scale.reciprocal().to(own_LP)
+            grad_LP = torch.where(own_LP.isnan(), own_LP, self._left_LP * unscale)
         average_LP = self._learner.average_of(grad_LP)
         squares = self._squares(grad_LP), self._squares(average_LP[:1])[0]
         if config.full_loss is None:
@@ -278,6 +312,12 @@ class LearnerStatistics(Source):
         """The inverse scale of gradients at the optimizer's step."""
         scale = passes.scale_left(self._optimizer)
         return scale if isinstance(scale, float) else scale.reciprocal().to(like)
+
+
+@torch.no_grad()
+def _copy(view: Tensor, parameter: Tensor, _: object = None) -> None:
+    if parameter.grad is not None:
+        view.copy_(local(parameter.grad))
 
 
 class PassStatistics(Source):

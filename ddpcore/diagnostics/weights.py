@@ -77,8 +77,7 @@ class DataLoss:
         loss_fn: returns the mean loss of a batch from outputs and targets, as ``torch.nn.functional.cross_entropy``.
         batches: pairs (inputs, targets) on the model's device. It is read again for each evaluation, so it must hold
             the same samples each time: a list, or a ``DataLoader`` without random augmentation, and for ``out=`` of
-            ``landscape`` without ``shuffle``. Inputs are a tensor, a tuple of arguments, or a dict, which the model
-            takes as one argument.
+            ``landscape`` without ``shuffle``. Inputs are a tensor, a tuple of arguments, or a dict as one argument.
         group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
             the number of samples of all ranks: the sum over ranks is the mean over all samples.
 

@@ -82,8 +82,7 @@ def table_of(
     """A table with a line for each row.
 
     Args:
-        columns: heading -> function that returns the text of a row's cell. A column is left out if no row has a number
-            for it.
+        columns: heading -> function that returns the text of a row's cell. A column without a number is left out.
         rows: as in the JSON file.
         left: headings of columns that are aligned left, and whose text is never wrapped.
         asked: headings of columns that a narrow terminal shows, too.

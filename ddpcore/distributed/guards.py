@@ -175,13 +175,11 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | Non
     if not (sharded := [name for name, parameter in named if is_dtensor(parameter)]):
         return None
     if group is None:
-        raise ValueError(
-            f"parameter {sharded[0]} is a DTensor and virtual learners are whole: leave learners= out, and pass mesh="
-        )
+        raise ValueError(f"parameter {sharded[0]} is a DTensor, virtual learners are whole: pass mesh=, no learners=")
     for name, parameter in named:
         if not is_dtensor(parameter):
             raise ValueError(
-                f"parameter {name} is whole and {sharded[0]} is a DTensor: call fully_shard on the whole model, too"
+                f"parameter {name} is whole and {sharded[0]} a DTensor: call fully_shard on the whole model"
             )
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
@@ -217,9 +215,7 @@ def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_
             "rank cannot go on: leave on_failure out, and begin at the last checkpoint"
         )
     if scaler is not None:
-        raise ValueError(
-            "the scaler sees the shards of one rank alone: train sharded models in bfloat16, without scaler="
-        )
+        raise ValueError("the scaler sees the shards of one rank alone: train shards in bfloat16, without scaler=")
     if on_nonfinite == "quarantine":
         raise ValueError("on_nonfinite is 'quarantine', which takes whole models: take 'skip'")
 

@@ -56,6 +56,7 @@ class Distributed:
     learner: Learner | None = None
     deals: Resharding = ()
     num_samples: int | Sequence[int] | None = None
+    counts_samples = False  # whether the strategy has weights that ``num_samples`` gives
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model, self.comm, self.phases = model, comm, PhaseClock()

@@ -6,8 +6,7 @@ One call of the user's ``optimizer.step()`` runs in this order:
 2. The pre-hook passes it to ``WeightStep.average``. :class:`~ddpcore.optim.weight_step.WeightStep` owns the step: it
    alone averages the weights, steps them, and moves the flat buffer.
 3. The step of a fused optimizer calls ``WeightStep.run``: one kernel that averages and steps, such as
-   ``ops.adamw_step_`` with a mixture, or two kernels. Other optimizers step by themselves, after the average was
-   applied in 2.
+   ``ops.adamw_step_`` with a mixture, or two kernels. Other optimizers step by themselves, after the average of 2.
 4. The post-hook calls ``strategy.after_step``, which may average the stepped weights, and applies the policies.
 """
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +79,7 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
+        self.counts_samples = isinstance(strategy.traits.weights, str)
         self._paused_samples: Tensor | None = None  # of the last passes inside no_sync
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
@@ -331,7 +332,7 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
         flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        is_forgotten = self.num_samples is None and isinstance(self.strategy.traits.weights, str)  # an error on all
+        is_forgotten = self.num_samples is None and self.counts_samples  # an error on all
         has_pass = watch.num_passes or self.num_samples == 0 or is_forgotten  # a learner without samples needs none
         if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
             return
@@ -357,6 +358,9 @@ class HookedDistributed(Distributed):
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
         learner.num_samples = self.num_samples
+        if self.num_samples is not None and not self.counts_samples:
+            text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"
+            warnings.warn(f"{strategy.name} {text}", stacklevel=4)
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
@@ -409,9 +413,7 @@ class _Hook:
 
     @property
     def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
-        raise AttributeError(
-            "torch.jit.script cannot compile a model in training: take the handle's evaluation_model()"
-        )
+        raise AttributeError("torch.jit.script cannot compile a model in training: take the handle's evaluation_model")
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
         return _NoHook, ()

@@ -94,8 +94,7 @@ def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -
     if first != others[0] and others.count(others[0]) == len(others):
         what = "requires_grad_()" if first[0] == others[0][0] else "train() or eval()"
         raise RuntimeError(
-            f"{what} was called for learner 0 alone, or for all but it: call it on handle.model, or on each of "
-            "handle.models"
+            f"{what} was called for learner 0 alone, or all but it: call it on handle.model, or each of handle.models"
         )
 
 

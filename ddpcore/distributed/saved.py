@@ -250,9 +250,7 @@ class RunState:
         names = {name.rpartition(_MARK)[2] for name in self._found[0] if not _OF_SHARD.match(name)}
         lacking = {name for name, one in owners.items() if isinstance(one, nn.Parameter)} - names
         if other := sorted(lacking | (names - set(owners))):
-            raise ValueError(
-                f"{saved} holds a model with other parameters, such as {other[0]}: load it into the model that saved it"
-            )
+            raise ValueError(f"{saved} holds a model with other parameters, as {other[0]}: load it into that model")
         sent = f"{self._own(self._num_saved)}.handle.strategy"
         if self._num_saved != self._num_shards and any(
             name.startswith(sent) and not entry.properties.dtype.is_floating_point
@@ -260,7 +258,7 @@ class RunState:
             for name, entry in entries.items()
         ):
             raise ValueError(
-                f"{saved} holds compressed weights of {self._num_saved} shards that were under way: load it on as many"
+                f"{saved} holds compressed weights of {self._num_saved} shards under way: load it on as many"
             )
 
     def _room(self, rank: int) -> dict[str, Any]:

@@ -31,8 +31,7 @@ class Policies:
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
     ``average``: the mean over all learners, by their weights if they have some. ``reset``: the value at the start of
-    training. push_sum allows no ``gossip``, because its mixing is not an average. ValueError: no such policy for that
-    state.
+    training. push_sum allows no ``gossip``, because its mixing is no average. ValueError: no such policy for a state.
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
@@ -41,8 +40,7 @@ class Policies:
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
             (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
         batch_norm: floating-point and complex buffers of the model.
-        rng: torch's generators: ``keep``, or ``reset`` (equal on all learners: a function of learner 0's first seed and
-            the step).
+        rng: torch's generators: ``keep``, or ``reset`` (equal on all learners, of learner 0's first seed and the step).
     """
 
     momentum: str = KEEP
@@ -69,9 +67,7 @@ class Policies:
         if not strategy.traits.waits and (self.moments or not {AVERAGE, GOSSIP}.isdisjoint(averages)):
             raise ValueError(f"policies that average wait for other learners and {name} does not: take keep or reset")
         if self.moments and isinstance(strategy.traits.weights, str):
-            raise ValueError(
-                f"policy moments averages where {name} has not counted {strategy.traits.weights}: give numbers"
-            )
+            raise ValueError(f"moments average where {name} has not counted {strategy.traits.weights}: give numbers")
         if GOSSIP in averages:
             if strategy.topology is None:
                 raise ValueError(f"policy gossip needs neighbours and {name} has none: take average")

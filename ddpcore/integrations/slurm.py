@@ -43,8 +43,7 @@ def job(options: LaunchOptions, words: Sequence[str]) -> str:
     """The text of the job.
 
     ``train`` gets ``--resume``, which begins if there is no checkpoint. Slurm requeues the job if a node fails. It
-    sends SIGTERM two minutes before the time limit, and then the run saves a checkpoint. ValueError: the words are no
-    command of ddpcore.
+    sends SIGTERM two minutes before the time limit, and then a run saves a checkpoint. ValueError: no command.
     """
     if not words or words[0].startswith("-"):
         raise ValueError("the command is missing: add it after --, such as -- train --out runs/first model=mlp")

@@ -67,8 +67,7 @@ class ModelRegistry(Registry[nn.Module]):
 
         The options are the model's, ``input_shape`` of one sample and ``num_classes``, both with the model's defaults.
 
-        ValueError: no such model or option, the shape does not fit, there are fewer than 2 classes, or the model
-        refuses a value.
+        ValueError: no such model or option, the shape does not fit, fewer than 2 classes, or a value is refused.
         """
         spec = self.spec(name)
         shape, classes = options.get("input_shape"), options.get("num_classes")

@@ -94,8 +94,7 @@ class ByteTransformer(nn.Module):
     Inputs int64 [B, T], numbers below C, to logits [B, C, T] of the next byte at each place, which
     ``torch.nn.functional.cross_entropy`` takes with labels [B, T]. T is at most the context, which is
     ``input_shape[0]``. The logits at a place depend only on the bytes up to there. Embeddings start normal with
-    standard deviation 0.02, and linear layers as in torch. ``width``, ``depth``, ``num_heads`` and ``mlp_width`` are as
-    in :class:`ViT`.
+    standard deviation 0.02, and linear layers as in torch. Sizes are as in :class:`ViT`.
 
     ValueError if a size is below 1, the width is no multiple of num_heads, or T is above the context.
     """

@@ -136,8 +136,7 @@ def mix_(
 
     Args:
         weights: contiguous, of any shape; float32, bfloat16 or float16 (arithmetic is fp32).
-        peers: any number of tensors with the shape and dtype of ``weights``, but not ``weights`` itself. They are added
-            in this order.
+        peers: any number of tensors with the shape and dtype of ``weights``, but not ``weights``, added in this order.
         self_weight: the weight of ``weights``.
         peer_weights: one per peer.
         noise: added in fp32, before the result is rounded to the dtype of ``weights``; None adds nothing. A captured
@@ -173,8 +172,7 @@ def mix_stacked_(
         offsets: int64 ``[L + 1]``, ascending from 0 to the number of entries.
         columns: int64, one per entry: c < L is row c of ``weights_LP``, c >= L is row ``c - L`` of ``others``.
         values: float32, one per entry: the weight of that row. All three tensors are on the device of ``weights_LP``.
-        distances: whether to return distances. On a CPU they take a third to a half of the time; CUDA computes
-            them anyway.
+        distances: whether to return distances. On a CPU they take 1/3 to 1/2 of the time; on CUDA they are there.
 
     Returns float64 ``[L]``: the squared distance of each row of ``weights_LP``, before mixing, to the mean of these L
     rows; ``[0]`` without ``distances``. RuntimeError: shapes, dtypes or devices do not match, or, on the CPU, an entry

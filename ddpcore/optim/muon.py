@@ -292,9 +292,7 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
             "batched=False if it is the kernel of a convolution"
         )
     if group["batched"] and param.ndim != 3:
-        raise ValueError(
-            f"parameter {name} has {param.ndim} dimensions, and batched=True takes [E, M, N]: leave it out"
-        )
+        raise ValueError(f"parameter {name} has {param.ndim} dimensions; batched=True takes [E, M, N]: leave it out")
     if is_dtensor(param):
         divided(param, name)
     split = group["split"]
@@ -318,9 +316,7 @@ def _check_options(group: Group) -> None:
     check_number("eps", group["eps"])
     check_number("adamw_eps", group["adamw_eps"])
     if group["batched"] not in (None, True, False) or (group["batched"] and group["split"] != 1):
-        raise ValueError(
-            f"batched is {group['batched']!r}: it must be True, False or None, and True goes without split"
-        )
+        raise ValueError(f"batched is {group['batched']!r}: it must be True, False or None; True goes without split")
     split, period = group["split"], group["period"]
     parts = split if isinstance(split, (tuple, list)) and split else (split,)
     if not all(isinstance(rows, int) and rows >= 1 for rows in parts):

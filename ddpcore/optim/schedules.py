@@ -33,8 +33,7 @@ def warmup(schedule: Schedule, num_steps: int, start: float = 0.0) -> Schedule:
     """Warm-up: schedule(t), times start + (1 - start) * (t + 1) / num_steps at each step t < num_steps.
 
     Goyal et al. 2017, gradual warmup; theirs starts at the learning rate of the reference batch, so at the share
-    start = reference / batch. The schedule is not delayed: its steps count from the start of training. 0 steps is no
-    warmup.
+    start = reference / batch. The schedule is not delayed: its steps count from the start of training. 0: no warmup.
     """
     if num_steps < 0:
         raise ValueError(f"warmup: num_steps is {num_steps}, it must be at least 0")

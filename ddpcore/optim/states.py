@@ -194,9 +194,7 @@ def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | Non
 def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[Tensor, State]) -> None:
     """Raise RuntimeError if the optimizer ``name`` cannot step these parameters with these gradients and states."""
     if True in [grad.is_sparse for grad in grads]:
-        raise RuntimeError(
-            f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer for this parameter"
-        )
+        raise RuntimeError(f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer")
     if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
     parts = map(local, params)
@@ -227,9 +225,7 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
     needed = (*buffers, "step") if "exp_avg" in buffers else ()
     missing = [name for name in needed if state.get(name) is None]
     if missing and len(missing) < len(needed):
-        raise ValueError(
-            f"state_dict: parameter {index} lacks {', '.join(missing)}: load the whole state, or none of that parameter"
-        )
+        raise ValueError(f"state_dict: parameter {index} lacks {', '.join(missing)}: load all of its state, or none")
     for name, value in state.items():
         where = f"state_dict: {name} of parameter {index}"
         if name == "step":

@@ -212,9 +212,7 @@ def check_deaths(strategy: Strategy | Baseline, num_learners: int | None = None)
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")
     kept = None if num_learners is None or strategy.topology is None else strategy.topology.kept_weights(num_learners)
     if kept is not None or strategy.traits.weights is not None:
-        raise ValueError(
-            f"{strategy.name}: weights are of these learners, and with on_failure='shrink' others take part"
-        )
+        raise ValueError(f"{strategy.name}: weights are of these learners; with on_failure='shrink' others take part")
 
 
 def check_unweighted(strategy: Strategy, num_learners: int) -> None:
@@ -282,8 +280,7 @@ def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> Non
         )
     if num_rows % size and size % num_rows:
         raise ValueError(
-            f"{name}: group is {size} and each rank holds {num_rows} learners: take a divisor or a multiple of "
-            f"{num_rows}"
+            f"{name}: group is {size} and a rank holds {num_rows} learners: take a divisor or a multiple of {num_rows}"
         )
 
 

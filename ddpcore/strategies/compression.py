@@ -228,8 +228,7 @@ def codec_of(wanted: CodecLike) -> Codec | None:
         return wanted
     if not isinstance(wanted, str | Mapping):
         raise ValueError(
-            f"compression is {wanted!r}: it must be a codec, such as Int4(), a name, or a mapping of a name and its "
-            "settings"
+            f"compression is {wanted!r}: it must be a codec, such as Int4(), a name, or a mapping of name and settings"
         )
     settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("name", None)

@@ -286,22 +286,19 @@ class DPSGD(GradientAverages):
 
     def _mix_at(self, learner: Learner, step: int) -> Topology:
         """The topology, or the part of it that counts at the learning rate of the step."""
-        share = 1.0 if self._share is None else self._share_at(self._share, learner, step)
+        share, wanted = 1.0, self._share
+        if isinstance(wanted, Setting):
+            share = wanted.at(step)
+        elif wanted is not None:
+            lr = float(learner.optimizer.param_groups[0]["lr"])
+            if self._reference_lr is None and step >= wanted.start:
+                if lr <= 0:
+                    text = "let consensus start where the schedule is above 0"
+                    raise ValueError(f"dpsgd: consensus compares with the rate of step {step}, which is {lr}: {text}")
+                self._reference_lr = lr
+            share = 1.0 if self._reference_lr is None else wanted.share(lr / self._reference_lr)
         self._mixing = self.topology if share == 1 else Damped(self.topology, share)
         return self._mixing
-
-    def _share_at(self, wanted: AdaptiveConsensus | Setting, learner: Learner, step: int) -> float:
-        if isinstance(wanted, Setting):
-            return float(wanted.at(step))
-        lr = float(learner.optimizer.param_groups[0]["lr"])
-        if self._reference_lr is None and step >= wanted.start:
-            if lr <= 0:
-                raise ValueError(
-                    f"dpsgd: consensus compares with the learning rate of step {step}, which is {lr}: let consensus "
-                    "start where the schedule is above 0"
-                )
-            self._reference_lr = lr
-        return 1.0 if self._reference_lr is None else wanted.share(lr / self._reference_lr)
 
     def _finish(self, learner: Learner) -> WeightAverage:
         """Return the average of the oldest exchange, after waiting for it."""

@@ -117,7 +117,7 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
     if isinstance(fragments, int):
         if fragments > len(segments):
             raise ValueError(
-                f"local_sgd: fragments is {fragments}, and the model has {len(segments)} parameters: take fewer"
+                f"local_sgd: fragments is {fragments} and there are {len(segments)} parameters: take fewer"
             )
         owners = _by_size([whole.numel() for whole in flat.parameters[: len(segments)]], fragments)  # also of DTensors
     else:

@@ -21,8 +21,7 @@ class PushSum(Strategy):
 
     The columns of P sum to one, so the sum of x is preserved. The rows need not sum to one, so x alone drifts towards
     learners that receive more; the push weight p measures that drift. The model holds z, except inside the optimizer's
-    step. The average of all learners is the average of x, ``sum_j x_j / n = sum_j p_j z_j / sum_j p_j``, which mixing
-    does not move.
+    step. The average of all learners is that of x, ``sum_j x_j / n = sum_j p_j z_j / sum_j p_j``, which mixing keeps.
 
     Args:
         topology: P(t). The graph may be directed.

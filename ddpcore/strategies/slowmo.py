@@ -14,7 +14,6 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_unweighted
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
-from ddpcore.topology.base import Topology
 
 
 class SlowMo(Strategy):
@@ -66,10 +65,6 @@ class SlowMo(Strategy):
     def plan(self, step: int) -> Plan:
         return Plan(weights=(step + 1) % self.period == 0 or (self.base is not None and self.base.plan(step).weights))
 
-    @property
-    def _mixing(self) -> Topology | None:  # type: ignore[override]
-        return self._inner._mixing
-
     def __repr__(self) -> str:
         return f"SlowMo({self.base!r}, {self._shown('period', 'slow_momentum', 'slow_lr')})"
 
@@ -96,6 +91,7 @@ class SlowMo(Strategy):
     def after_step(self, learner: Learner) -> None:
         """Call the base and, at the end of a period, take the slow step."""
         self._inner.after_step(learner)
+        self._mixing = self._inner._mixing
         if learner.step % self.period:
             return
         weights_LP = learner.flat.param_LP

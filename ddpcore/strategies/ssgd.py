@@ -6,7 +6,7 @@ Shapes: n learners in all, L held by this process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,11 +39,13 @@ def own_samples(learner: Learner) -> Tensor:
     return counts_of(learner.num_samples, len(learner.comm.learners))
 
 
-def counts_of(num: int | Sequence[int] | None, rows: int) -> Tensor:
+def counts_of(num: Any, rows: int) -> Tensor:
     """What a loop sets as samples, one number for all rows or one for each, as float64 ``[rows]``; NaN for None."""
-    counts: list[int | None] = [num] * rows if num is None or isinstance(num, int) else [*num]
+    counts = [*num] if hasattr(num, "__len__") and getattr(num, "ndim", True) else [num] * rows
     counts = counts if len(counts) == rows else [None] * rows
-    return torch.tensor([float("nan") if one is None else one for one in counts], dtype=torch.float64, device="cpu")
+    return torch.tensor(
+        [float("nan") if one is None else float(one) for one in counts], dtype=torch.float64, device="cpu"
+    )
 
 
 def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | None, size: int = 0) -> Tensor | None:
@@ -69,9 +71,7 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
     size = size or num
     table = torch.tensor(weights, dtype=torch.float64, device="cpu").view(-1, size)
     if not bool(table.any(dim=1).all()):
-        raise ValueError(
-            f"{name}: all learners{' of a group' if size < num else ''} have 0 samples: leave the step out"
-        )
+        raise ValueError(f"{name}: all learners{' of a group' if size < num else ''} have 0 samples: skip the step")
     return None if bool((table == table[:, :1]).all()) else (table / table.mean(dim=1, keepdim=True)).view(-1)
 
 

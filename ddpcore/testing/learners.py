@@ -142,7 +142,8 @@ class SmallRun:
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
         """One step; the losses ``[L]`` of its last backward pass."""
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        handle.num_samples = [1 + learner for learner in self._held]  # for averages that count samples
+        if handle.counts_samples:
+            handle.num_samples = [1 + learner for learner in self._held]
         size = BATCH // self._scenario.accumulation
         for begin in range(0, BATCH, size):
             is_last = begin + size == BATCH

@@ -47,9 +47,7 @@ def check_topology(topology: Topology, *, num_learners: Iterable[int] = range(1,
         rounds = [topology.rounds(step, count) for step in steps]
         for step in reversed(steps):
             if pickle.loads(pickle.dumps(topology)).rounds(step, count) != rounds[step]:
-                raise AssertionError(
-                    f"{where}: two calls of round({step}, ...) differ: draw from a generator of (seed, step)"
-                )
+                raise AssertionError(f"{where}: two calls of round({step}, ...) differ: draw by (seed, step)")
         if topology.period(count) is None:
             continue
         for step in steps:
@@ -68,6 +66,4 @@ def _check_gap(topology: Topology, count: int, where: str) -> None:
     expected = 1.0 if second < 1e-12 * count else max(0.0, 1.0 - float(second) ** (1 / period))
     gap = topology.spectral_gap(count)
     if abs(gap - expected) > 1e-6:
-        raise AssertionError(
-            f"{where}: spectral_gap is {gap:.6g} and the matrices have {expected:.6g}: see translations"
-        )
+        raise AssertionError(f"{where}: spectral_gap is {gap:.6g}, the matrices have {expected:.6g}: see translations")

@@ -127,8 +127,7 @@ class TrainConfig:
             raise ValueError(f"{every}: it needs at least two learners, set it to 0")
         if run.statistics_every and traits.group > 1:
             raise ValueError(
-                f"{every}: a group of {traits.group} leaves no learner's own gradient to compare, set it to 0 or leave "
-                "group out"
+                f"{every}: a group of {traits.group} leaves no learner's own gradient, set 0 or leave group out"
             )
         for name, value in (("statistics_every", run.statistics_every), ("hessian_every", run.hessian_every)):
             if value and traits.no_mean:

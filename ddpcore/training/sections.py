@@ -221,9 +221,7 @@ class OptimizerConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "adamw_lr" in self.options:
-            raise ValueError(
-                "optimizer.adamw_lr is set: a run sets lr for all parameters, take adjust_lr_fn='match_rms_adamw'"
-            )
+            raise ValueError("optimizer.adamw_lr: a run sets lr for all parameters, take adjust_lr_fn=match_rms_adamw")
         marks = f"optimizer.milestones is {self.milestones}: "
         if bool(self.milestones) != (self.schedule == "step"):
             raise ValueError(f"{marks}set milestones if and only if schedule is 'step'")
@@ -321,9 +319,7 @@ class RunConfig(Section):
         if loss is not None and not self.statistics_every:
             raise ValueError(f"run.escape_loss is {loss}: the statistics compute the full loss, set statistics_every")
         if self.target is not None and not self.evaluate_every:
-            raise ValueError(
-                f"run.target is {self.target}: only an evaluation can reach it, set evaluate_every to 1 or more"
-            )
+            raise ValueError(f"run.target is {self.target}: only an evaluation can reach it, set evaluate_every to 1")
 
 
 CLASSES: Mapping[str, type[Section]] = {

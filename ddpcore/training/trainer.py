@@ -185,8 +185,9 @@ class Trainer:
         self.optimizer.zero_grad()
         parts = self.parts()
         num = sum(part.shape[1] for part in parts)
-        sizes = self.batches.sizes
-        self.handle.num_samples = [sizes[one] if sizes else num for one in self.learners]
+        if self.handle.counts_samples:
+            sizes = self.batches.sizes
+            self.handle.num_samples = [sizes[one] if sizes else num for one in self.learners]
         losses = []
         for part in parts:
             with self.handle.no_sync() if part is not parts[-1] else nullcontext():

@@ -107,7 +107,7 @@ def test_a_group_skips_the_same_steps_of_a_gradient_scaler(transport: str, seen:
 
 
 def test_a_part_of_the_learners_of_a_rank_is_no_group(seen: list[dict[str, Any]]) -> None:
-    text = "local_sgd: group is 2 and each rank holds 3 learners: take a divisor or a multiple of 3"
+    text = "local_sgd: group is 2 and a rank holds 3 learners: take a divisor or a multiple of 3"
     assert [one["refused"] for one in seen] == [text] * helper.NUM_RANKS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -159,6 +160,35 @@ def test_scaled_gradients_are_unscaled():
         assert scaled.trace == pytest.approx(plain.trace, rel=1e-5)
 
 
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(9)])
+def test_gradients_are_measured_before_a_loop_clips_them(strategy, vectorize):
+    """In every strategy, also where a scaler is unscaled first and gradients accumulate."""
+
+    def run(clips: bool, scaled: bool) -> Any:
+        torch.manual_seed(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        model = nn.Linear(3, 2)
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, strategy(), learners=4, vectorize=vectorize, scaler=scaler)
+        statistics = NoiseStatistics(handle, optimizer, 1, scaler=scaler)
+        for micro in range(2):
+            with contextlib.nullcontext() if micro else handle.no_sync():
+                scaler.scale(handle.model(torch.randn(4, 8, 3)).square().mean((1, 2)).sum()).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+            handle.clip_grad_norm_(0.01)
+        scaler.step(optimizer)
+        return statistics.records[0].whole
+
+    plain = run(clips=False, scaled=False)
+    assert plain.trace > 0.01
+    for clips, scaled in ((True, False), (False, True), (True, True)):
+        found = run(clips, scaled)
+        assert found.grad_squared == pytest.approx(plain.grad_squared, rel=1e-5)
+        assert found.trace == pytest.approx(plain.trace, rel=1e-5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=9)], ids=["ssgd", "local_sgd"])
 def test_a_step_that_is_not_finite_is_left_out(strategy, bad):
@@ -241,6 +271,6 @@ def test_a_loss_without_a_graph_is_one_line():
     NoiseStatistics(handle, optimizer, 1, loss=lambda: 3.0)
     handle.model(torch.randn(4, 8, 3)).sum().backward()
     before = handle.learner.flat.param_LP.clone()
-    with pytest.raises(ValueError, match="must return the loss as one number with a graph"):
+    with pytest.raises(ValueError, match="must return one number with a graph"):
         optimizer.step()
     assert torch.equal(handle.learner.flat.param_LP, before) and not handle.learner.hooks_paused

@@ -124,8 +124,8 @@ REFUSED = {
     "without mesh": "blocks.0.scale is sharded or replicated over rank {beside} of another learner: shard it over",
     "both": "mesh= says which ranks are learners: leave group= out",
     "two dimensions": "pass the one of the learners, mesh['learners']",
-    "virtual": "blocks.0.scale is a DTensor and virtual learners are whole: leave learners= out, and pass mesh=",
-    "partly": "blocks.1.scale is whole and blocks.0.scale is a DTensor: call fully_shard on the whole model, too",
+    "virtual": "blocks.0.scale is a DTensor, virtual learners are whole: pass mesh=, no learners=",
+    "partly": "blocks.1.scale is whole and blocks.0.scale a DTensor: call fully_shard on the whole model",
     "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
     "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
     "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",
@@ -138,8 +138,8 @@ REFUSED = {
     "offload": "leave offload_policy out",
     "other placements": "ranks do not train the same: layout of parameter blocks.0.scale",
     "whole state": "holds whole learners and this model is sharded: load it into a whole model",
-    "other parameters": "holds a model with other parameters, such as other.weight: load it into the model that saved",
-    "compressed": "holds compressed weights of 2 shards that were under way: load it on as many",
+    "other parameters": "holds a model with other parameters, as other.weight: load it into that model",
+    "compressed": "holds compressed weights of 2 shards under way: load it on as many",
     "other options": "ranks do not train the same: strategy",
 }
 

@@ -68,8 +68,8 @@ def test_a_state_of_another_rule_is_refused(case: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"step": None}, "parameter 0 lacks step: load the whole state"),
-        ({"exp_avg": None}, "parameter 0 lacks exp_avg: load the whole state"),
+        ({"step": None}, "parameter 0 lacks step: load all of its state"),
+        ({"exp_avg": None}, "parameter 0 lacks exp_avg: load all of its state"),
         ({"step": torch.tensor(float("nan"))}, "step of parameter 0 is nan: it must be a number from 0 on"),
         ({"step": -1}, "step of parameter 0 is -1: it must be a number from 0 on"),
         ({"exp_avg": torch.zeros(9, 6, dtype=torch.complex64)}, "exp_avg of parameter 0 is torch.complex64"),

@@ -275,7 +275,7 @@ def test_ranks_that_hold_parts_of_groups_are_not_started() -> None:
     }
     for num_ranks in (0, 1, 2, 3, 6, 12):
         check_connection(TrainConfig.from_dict(shared), num_ranks)
-    with pytest.raises(ValueError, match="group is 2 and each rank holds 3 learners: take a divisor or a multiple of"):
+    with pytest.raises(ValueError, match="group is 2 and a rank holds 3 learners: take a divisor or a multiple of"):
         check_connection(TrainConfig.from_dict(shared), 4)
     shared["strategy"]["group"] = 4
     for num_ranks in (3, 6, 12):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -36,6 +37,7 @@ from ddpcore import (
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.strategies.base import check_deaths
 from ddpcore.strategies.compression import Int8
+from ddpcore.strategies.ssgd import counts_of
 from ddpcore.topology.describe import describe
 from ddpcore.topology.wrapped import Damped, Slowed
 from helpers.each import each
@@ -320,6 +322,25 @@ def test_samples_that_are_not_set(bad: Any) -> None:
     with pytest.raises(ValueError, match=r"num_samples of learner|have 0 samples"):
         run.handle.model(MINIMA.float()).sum().backward()
     assert weights_of_learners(run.handle).eq(0).all()
+
+
+@each("counts", [np.array([1, 2, 4, 1]), torch.tensor([1, 2, 4, 1]), [1.0, *map(np.int64, (2, 4, 1))]])
+def test_samples_may_be_any_numbers(counts: Any) -> None:
+    runs = [Run(SSGD("samples")) for _ in range(2)]
+    assert torch.equal(runs[0].step(1, [1, 2, 4, 1]), runs[1].step(1, counts))
+    for one in (np.int64(3), torch.tensor(3), 3.0):
+        assert counts_of(one, 2).tolist() == [3, 3]
+
+
+def test_samples_without_effect_are_a_warning() -> None:
+    """A loop that sets them may expect that they weight the learners."""
+    for strategy, warns in ((SSGD(), True), (DPSGD(Ring()), True), (SSGD("samples"), False)):
+        run = Run(strategy)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run.step()
+        text = f"{strategy.name} counts no samples, so num_samples has no effect: pass weights='samples'"
+        assert [str(one.message).startswith(text) for one in found] == [True] * warns
 
 
 def test_samples_count_in_one_step() -> None:

@@ -101,7 +101,7 @@ def with_epochs(name: str, table: Any) -> Any:
         ),
         (
             {"strategy": {"name": "local_sgd", "group": 2, "learners": 4}, "run": {"statistics_every": 5}},
-            "statistics_every is 5: a group of 2 leaves no learner's own gradient to compare, set it to 0 or leave",
+            "statistics_every is 5: a group of 2 leaves no learner's own gradient, set 0 or leave",
         ),
         (
             {"strategy": {"name": "local_sgd", "group": 2, "learners": 4, "on_failure": "shrink"}},
