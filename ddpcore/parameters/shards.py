@@ -53,10 +53,11 @@ class Shards:
 
     def move(self, parameter: Any, view: Tensor) -> None:
         """Let a parameter lie at a view, behind which there is memory for its padding."""
-        parameter._local_tensor = view
+        row = view.as_strided((self.room(parameter),), (1,), view.storage_offset())
+        row = torch.from_dlpack(row) if len(row) else row  # the same memory: torch copies no DTensor with an offset
+        parameter._local_tensor = row.as_strided(view.shape, view.stride())
         if (owner := self._owners.get(id(parameter))) is not None:
-            size = owner.padded_sharded_param_size.numel()
-            owner._sharded_param_data = view.as_strided((size,), (1,), view.storage_offset())
+            owner._sharded_param_data = row
 
     def gradient(self, parameter: Any, view: Tensor) -> Any:
         """The DTensor of a parameter's layout that lies at a view."""

@@ -68,8 +68,7 @@ class RunRecord:
         epochs: ``kind`` "epoch", one line per epoch: epoch (from 1), step, train_loss, lr, batch_size (with
             ``batch_growth``: of a complete batch at the last step), seconds (of training; with ``link``, seconds on the
             emulated network), samples_per_s, consensus_distance, evaluation_seconds, total_seconds. After an evaluation
-            also split, and loss, accuracy, precision, recall, f1 and specificity on that split, the last five from 0
-            to 1.
+            also split, and loss, accuracy, precision, recall, f1, specificity on that split, the last five in [0, 1].
         statistics: ``kind`` "statistics", one line every ``statistics_every`` steps: the values of
             :class:`ddpcore.diagnostics.NoiseRecord`, without the values of single parameters.
         members: ``kind`` "members", one line each time that a rank died or joined: the values of ``handle.changes``,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -12,15 +15,24 @@ from torch.distributed import checkpoint as dcp
 import ddpcore
 from ddpcore import RunState
 from ddpcore.optim import FusedSGD
+from ddpcore.parameters.shards import local
 from helpers.oracle import MAKERS
 from helpers.sharded_models import mixed, net, sharded
 from helpers.sharded_places import OPTIMIZERS, STEPS, TOPOLOGY, Place, begun, distance, weights
 
 
 def resumed(place: Place, strategy: str, optimizer: str, folder: Path) -> bool:
-    """Whether a run that torch.distributed.checkpoint saves in the middle, and new objects load, goes on to the bit."""
+    """Whether a run that torch.distributed.checkpoint saves in the middle, and new objects load, goes on to the bit.
+
+    The state of the model can also be copied, and saved by torch.save.
+    """
     first, second = (begun(place, strategy, optimizer, sharded(mixed(norm=True), place.mesh["shard"])) for _ in "ab")
     place.train(first, range(3), micros=2)
+    state = first.model.state_dict()
+    kept = copy.deepcopy(state)
+    torch.save(state, io.BytesIO())
+    if not all(torch.equal(local(one), local(state[name])) for name, one in kept.items()):
+        return False
     save_and_load(place, first, second, folder / f"{strategy}-{optimizer}")
     for one in (first, second):
         place.train(one, range(3, STEPS), micros=2)
