@@ -30,7 +30,17 @@ def held() -> dict[int, Any]:
     """All memory that tensors of this process use, by address."""
     gc.collect()
     found = [getattr(one, "_local_tensor", one) for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return {storage.data_ptr(): storage for storage in (one.untyped_storage() for one in found)}
+    storages = sorted((one.untyped_storage() for one in found), key=lambda storage: int(storage.nbytes()))
+    return {storage.data_ptr(): storage for storage in storages}  # the longest one at an address
+
+
+def size(storages: dict[int, Any]) -> int:
+    """The bytes of all of them; a shard is a part of the flat buffer."""
+    total = end = 0
+    for address, storage in sorted(storages.items()):
+        total += max(0, address + storage.nbytes() - max(address, end))
+        end = max(end, address + storage.nbytes())
+    return total
 
 
 def beyond_fsdp(mesh: DeviceMesh) -> dict[str, float]:
@@ -51,5 +61,5 @@ def beyond_fsdp(mesh: DeviceMesh) -> dict[str, float]:
             model(torch.ones(2, 512)).sum().backward()
             optimizer.step()
         numel = sum(parameter.to_local().numel() for parameter in model.parameters())
-        found[name] = sum(one.nbytes() for address, one in held().items() if address not in before) / numel
+        found[name] = size({address: one for address, one in held().items() if address not in before}) / numel
     return {name: value - found["alone"] for name, value in found.items()}
