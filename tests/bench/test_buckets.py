@@ -116,7 +116,7 @@ REFUSED = [
     ("model=mlp model.width=3", "model mlp has no option 'width'"),
     ("model=mlp model.hidden", "model.hidden: write KEY=VALUE, such as"),
     ("strategy.transport=tcp", "strategy.transport is 'tcp'"),
-    ("strategy.transport=ipc", "transport ipc is for ranks on cuda"),
+    ("strategy.transport=ipc", "transport ipc is for cuda"),
     ("run.device=cuda", "run.device=cuda"),
     ("--json nowhere/out.json", "--json: the folder"),
     ("--plot nowhere/out.png", "--plot: the folder"),

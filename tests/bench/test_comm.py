@@ -90,7 +90,7 @@ REFUSED = [
     ("--seconds 0", "--seconds is 0"),
     ("--transport auto", "--transport is 'auto': choose from shm, ipc, pg, mixed"),
     ("--transport pg,pg", "--transport names one twice"),
-    ("--transport ipc", "--transport ipc is for ranks on cuda"),
+    ("--transport ipc", "--transport ipc is for cuda"),
     ("--device tpu", "--device is 'tpu'"),
     ("--json nowhere/out.json", "does not exist"),
     ("--model mlp", "--model"),

@@ -64,7 +64,7 @@ REFUSED = [
     ("--strategies sgd", "--strategies: unknown strategy 'sgd'"),
     ("--topology moebius", "--topology: unknown topology 'moebius'"),
     ("--topology hypercube --world-size 6 data.batch_size=12", "6 learners are no power of two"),
-    ("--transport ipc", "--transport ipc is for ranks on cuda"),
+    ("--transport ipc", "--transport ipc is for cuda"),
     ("--transport tcp", "--transport is 'tcp'"),
     ("--bucket-mb x", "'x' is not a size"),
     ("--bucket-mb 1,1", "names one twice"),

@@ -411,7 +411,7 @@ def test_three_dimensions_are_what_the_group_says(batched):
 def test_three_dimensions_without_a_word_are_refused():
     with pytest.raises(ValueError, match="three dimensions: give its group batched=True if it is 4 matrices"):
         Muon(parameters([(4, 6, 5)]), lr=0.1)
-    with pytest.raises(ValueError, match="has 2 dimensions, and batched=True takes"):
+    with pytest.raises(ValueError, match="has 2 dimensions; batched=True takes"):
         Muon([{"params": parameters([(4, 6)]), "batched": True}], lr=0.1)
     with pytest.raises(ValueError, match="batched is True: it must be"):
         Muon([{"params": parameters([(4, 6, 5)]), "batched": True, "split": 2}], lr=0.1)

@@ -33,7 +33,7 @@ def test_a_users_own_passes() -> None:
         (own_parts.WrongPeriod(), "WrongPeriod of 4 learners: period is 1 and the rounds of step 1 are others"),
         (own_parts.Unbalanced(), "Unbalanced of 4 learners: "),
         (own_parts.Impure(), "Impure of 4 learners: "),
-        (own_parts.WrongShape(), "WrongShape of 4 learners: spectral_gap is 0.5 and the matrices have"),
+        (own_parts.WrongShape(), "WrongShape of 4 learners: spectral_gap is 0.5, the matrices have"),
     ],
 )
 def test_what_is_wrong_is_named(topology: Topology, says: str) -> None:
