@@ -161,7 +161,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_refusals() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="as one number with a graph"):
+    with pytest.raises(ValueError, match="must return one number with a graph"):
         flatness(model, lambda: model(torch.ones(3, 2)))
     with pytest.raises(ValueError, match="nothing to measure"):
         flatness(nn.ReLU(), lambda: torch.zeros(()))
