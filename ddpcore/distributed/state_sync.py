@@ -40,7 +40,7 @@ class Policies:
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
             (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
         batch_norm: floating-point and complex buffers of the model.
-        rng: torch's generators: ``keep``, or ``reset`` (equal on all learners, of learner 0's first seed and the step).
+        rng: torch's generators: ``keep``, or ``reset`` (equal on all learners, by learner 0's first seed and the step).
     """
 
     momentum: str = KEEP
