@@ -74,9 +74,7 @@ def optimizer_lbfgs(run: Run) -> None:
         run.step(partial(run.optimizer.step, closure))
 
 
-@idiom(refused={"dpsgd": "takes no closure"})
-def closure_of_sgd(run: Run) -> None:
-    start(run)
+def _steps_by_closure(run: Run) -> None:
     for step in range(STEPS):
         inputs, labels = run.batch(step)
 
@@ -87,6 +85,12 @@ def closure_of_sgd(run: Run) -> None:
             return loss
 
         run.step(partial(run.optimizer.step, closure))
+
+
+@idiom(refused={"dpsgd": "takes no closure"})
+def closure_of_sgd(run: Run) -> None:
+    start(run)
+    _steps_by_closure(run)
 
 
 class FourTimes(torch.optim.SGD):
@@ -105,16 +109,7 @@ def _closure_at_four_places(run: Run, vectorized: bool) -> None:
     model = net()
     options = {"vectorize": vectorized} if run.world == "virtual" else {}
     run.distribute(model, FourTimes(model.parameters(), lr=0.1), **options)
-    for step in range(STEPS):
-        inputs, labels = run.batch(step)
-
-        def closure(inputs: Tensor = inputs, labels: Tensor = labels) -> Tensor:
-            run.optimizer.zero_grad()
-            loss = run.loss(run.model(inputs), labels)
-            run.backward(loss)
-            return loss
-
-        run.step(partial(run.optimizer.step, closure))
+    _steps_by_closure(run)
 
 
 for vectorized in (True, False):
