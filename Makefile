@@ -55,17 +55,21 @@ SELECT ?= not slow
 test: $(INSTALLED) $(TOOLED)
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(SELECT),-m "$(SELECT)") $(ARGS)
 
-# Exactly what CI runs. mypy and the C++ tests run beside the tests, which wait much, and yield to them: ranks that wait for
-# each other lose more by a busy core than a compiler does. What failed stands last.
-check: lint $(INSTALLED)
+# Exactly what CI runs. The C++ part needs torch alone, so it starts at once; the package is compiled while the tools are
+# downloaded. The C++ part and mypy yield to the tests: ranks that wait for each other lose more by a busy core than a
+# compiler does. What failed stands last.
+check: $(READY)
 	@tools/system_packages
-	@mkdir -p build; nice $(MAKE) --no-print-directory --keep-going types cpp > build/check.txt 2>&1 & others=$$!; \
+	@mkdir -p build; nice $(MAKE) --no-print-directory cpp > build/cpp.txt 2>&1 & cpp=$$!; \
+	  $(MAKE) --no-print-directory -j2 lint build && $(MAKE) --no-print-directory $(INSTALLED) || { kill $$cpp; exit 1; }; \
+	  nice $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
 	  $(MAKE) --no-print-directory test SELECT= 2>&1 | tee build/tests.txt; tests=$${PIPESTATUS[0]}; \
-	  wait $$others; others=$$?; grep -v 'Skipped' build/check.txt; \
-	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/check.txt)"; \
-	  [ $$others = 0 ] || echo "mypy or the C++ tests failed: see above"; \
+	  wait $$types; types=$$?; wait $$cpp; cpp=$$?; cat build/types.txt; grep -v 'Skipped' build/cpp.txt; \
+	  echo "C++ tests skipped because they need a GPU: $$(grep -c '(Skipped)$$' build/cpp.txt)"; \
+	  [ $$types = 0 ] || echo "mypy failed: see above"; \
+	  [ $$cpp = 0 ] || echo "the C++ tests failed: see above"; \
 	  [ $$tests = 0 ] || { echo "the tests failed:"; grep -E '^(FAILED|ERROR) ' build/tests.txt | cut -c1-200 | tail -20; tail -1 build/tests.txt; }; \
-	  [ $$tests = 0 ] && [ $$others = 0 ]
+	  [ $$tests = 0 ] && [ $$types = 0 ] && [ $$cpp = 0 ]
 
 lint: $(TOOLED)
 	$(PY) -m ruff check .
