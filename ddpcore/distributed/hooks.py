@@ -81,6 +81,7 @@ class HookedDistributed(Distributed):
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self.counts_samples = isinstance(strategy.traits.weights, str)
         self._paused_samples: Tensor | None = None  # of the last passes inside no_sync
+        self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(
@@ -89,9 +90,8 @@ class HookedDistributed(Distributed):
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
-                on_gradient=None if learner.flat.num_rows == 1 else self._note_gradient,
+                on_pass=getattr(self._watch.resets, "note", None),
             )
-        self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._is_training = True  # whether the call of step() that runs is a step of training
         self.nonfinite = self._watch.found
         hook = _ForwardHook(self)
@@ -252,10 +252,6 @@ class HookedDistributed(Distributed):
         only_averages = strategy.traits.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
         only_averages = only_averages and plan.averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
-
-    def _note_gradient(self, parameter: Tensor) -> None:
-        assert self._watch.resets is not None
-        self._watch.resets.note(parameter)
 
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         self.learner.num_samples = self.num_samples

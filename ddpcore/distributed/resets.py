@@ -28,7 +28,7 @@ class ResetWatch:
 
     def __init__(self, flat: FlatParameters) -> None:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
-        self._pass = -1  # autograd's number of the current backward pass
+        self.current = -1  # autograd's number of the current backward pass
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
         self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
@@ -57,8 +57,8 @@ class ResetWatch:
 
     def note(self, parameter: Tensor | None = None) -> None:
         """A gradient has come, perhaps the first one of a backward pass; None: the gradients of all come together."""
-        if (current := torch._C._current_graph_task_id()) != self._pass:
-            self._pass = current
+        if (current := torch._C._current_graph_task_id()) != self.current:
+            self.current = current
             self._begin_pass(parameter)
 
     def _begin_pass(self, first: Tensor | None) -> None:

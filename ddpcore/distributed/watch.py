@@ -70,10 +70,11 @@ class LoopWatch:
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if self.resets is not None:
+            exclude_from_compilation(ResetWatch, "note", "_end_pass")  # a compiled loop runs them, too
             flat.before_gradients = self.resets.note
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_all)
-            exclude_from_compilation(sys.modules[__name__], "_note")  # a compiled loop runs it, too
+            exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
             note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
@@ -486,6 +487,7 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
-    resets.note(parameter)
-    if parameter.grad is not None:
-        noted[id(parameter)] = parameter.grad._version
+    if torch._C._current_graph_task_id() != resets.current:
+        resets.note(parameter)
+    if (grad := parameter.grad) is not None:
+        noted[id(parameter)] = grad._version

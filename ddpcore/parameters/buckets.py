@@ -56,7 +56,7 @@ class GradientBuckets:
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
         in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
-        on_gradient: gets each parameter whose gradient has come, also while paused; None if nobody asks.
+        on_pass: gets the parameter of the first gradient of each backward pass, also while paused; None if nobody asks.
     """
 
     def __init__(
@@ -67,18 +67,19 @@ class GradientBuckets:
         *,
         waits: bool = False,
         in_place: Callable[[], bool] = lambda: False,
-        on_gradient: Callable[[Tensor], None] | None = None,
+        on_pass: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.flat, self.waits, self._in_place, self._on_gradient = flat, waits, in_place, on_gradient
+        self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, on_pass
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused, self._is_open = False, False
         self.num_paused = 0  # gradients that came while paused
         self._on_message, self._on_end = on_message, on_end
-        self._pass = -1  # autograd's number of the current backward pass
+        self._pass = self._noted = -1  # autograd's numbers of the current backward pass, and of the last one
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
-        exclude_from_compilation(GradientBuckets, "_hook", "_end", "_add")  # a compiled loop runs them, too
+        exclude_from_compilation(GradientBuckets, "_begin", "_gather", "_end", "_add")  # a compiled loop runs them, too
+        exclude_from_compilation(GradientBuckets, "_hook", recursive=False)
         hook = weakly(self._hook)
         flat.on_gradients.append(self._add)
         self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
@@ -99,18 +100,20 @@ class GradientBuckets:
         return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows]
 
     def _hook(self, parameter: Tensor) -> None:
-        if self._on_gradient is not None:
-            self._on_gradient(parameter)
-        gradient = parameter.grad
+        current, gradient = torch._C._current_graph_task_id(), parameter.grad
+        if current != self._noted:
+            self._noted = current
+            if self._on_pass is not None:
+                self._on_pass(parameter)
         if self.paused or gradient is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             self.num_paused += self.paused
             return
-        index, current = self.flat.index[id(parameter)], torch._C._current_graph_task_id()
-        if current == self._pass and index in self._seen:
-            return
-        row, segment = divmod(index, len(self.flat.segments))
+        index = self.flat.index[id(parameter)]
+        row, segment = divmod(index, len(self._num_missing))
         if current != self._pass:
             self._begin(current, row in self._rows)
+        elif index in self._seen:
+            return
         if gradient.requires_grad:
             raise RuntimeError(
                 "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
@@ -118,33 +121,34 @@ class GradientBuckets:
             )
         self._seen.add(index)
         self._rows.add(row)
-        is_small = gradient.numel() < LARGE
-        del gradient  # gather_grad counts references
-        if self.waits and (is_small or self._in_place()):
-            self._note_final(segment)
-        elif self._runs_last(parameter) and id(parameter) not in self._late:
+        if not self.waits or (gradient.numel() >= LARGE and not self._takes):
+            del gradient  # gather_grad counts references
             self._gather(parameter, index)
-            if self._note_final(segment) and not self.waits:
-                for place in self._messages_of[segment]:
-                    self._missing[place] -= 1
-                while self._num_sent < len(self.messages) and not self._missing[self._num_sent]:
-                    self._send_next()
+            return
+        self._num_missing[segment] -= 1
+        if not self._num_missing[segment]:
+            self._order.append(segment)
 
     @torch.no_grad()
     def _gather(self, parameter: Tensor, index: int) -> None:
-        view = self.flat.grad_views[index]
-        if parameter.grad is view and local(view).data_ptr() != self.flat.grad_pointers[index]:
+        if not self._runs_last(parameter) or id(parameter) in self._late:  # a later hook may change the gradient
+            return
+        gradient = parameter.grad
+        if gradient is self.flat.grad_views[index] and local(gradient).data_ptr() != self.flat.grad_pointers[index]:
             self.flat.renew_grad_views()  # the program has set grad.data
-        del view  # gather_grad counts references
+        del gradient  # gather_grad counts references
         self.flat.gather_grad(index)
         self._sent.add(index)
-
-    def _note_final(self, segment: int) -> bool:
-        """A learner's gradient is final. Returns whether all learners' are."""
+        segment = index % len(self._num_missing)
         self._num_missing[segment] -= 1
-        if self._num_missing[segment] == 0:
-            self._order.append(segment)
-        return self._num_missing[segment] == 0
+        if self._num_missing[segment]:
+            return
+        self._order.append(segment)
+        if not self.waits:
+            for place in self._messages_of[segment]:
+                self._missing[place] -= 1
+            while self._num_sent < len(self.messages) and not self._missing[self._num_sent]:
+                self._send_next()
 
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
@@ -154,7 +158,7 @@ class GradientBuckets:
                 "the backward pass runs on the graph of an earlier pass that failed, so its gradients are wrong: call "
                 "zero_grad() and the model again"
             )
-        self._pass = current
+        self._pass, self._takes = current, self._in_place()  # whether large gradients of this pass stay where they lie
         if is_new:
             self.restart()
         self._is_open = True
@@ -229,7 +233,8 @@ class GradientBuckets:
         """The large gradients that may be averaged where they lie, because nothing else holds their memory."""
         if not self.waits or not self._in_place():
             return {}
-        shared = {index for index, parameter in enumerate(self.flat.parameters) if not _is_alone(parameter)}
+        large = ((index, one) for index, one in enumerate(self.flat.parameters) if one.numel() >= LARGE)
+        shared = {index for index, parameter in large if not _is_alone(parameter)}
         own = self.flat.own_grads(LARGE)
         return {index: gradient for index, gradient in own.items() if index not in shared}
 

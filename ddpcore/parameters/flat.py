@@ -189,7 +189,8 @@ class FlatParameters:
         return not missing
 
     def _is_inside(self, gradient: Tensor) -> bool:
-        return gradient.untyped_storage().data_ptr() == self.grad_LP.untyped_storage().data_ptr()
+        start = self.grad_start or self.grad_LP.data_ptr()
+        return start <= gradient.data_ptr() < start + self.grad_LP.nbytes
 
     def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Add all learners' gradients, ``[L, *S]`` of each segment, to ``grad_LP``, as autograd adds each to ``.grad``.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,24 +85,26 @@ def refuse_compiled_autograd() -> None:
         )
 
 
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def weakly(method: Any) -> Callable[[Tensor], None]:
     """The method with a weak reference to its object. Python cannot collect a cycle through a parameter's hooks."""
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def hook(parameter: Tensor) -> None:
-        if (found := reference()) is not None:
-            found(parameter)
+        if (owner := reference()) is not None:
+            function(owner, parameter)
 
-    return hook
+    return cast(Callable[[Tensor], None], torch._dynamo.decorators.skip(hook))
 
 
 @functools.cache
 def exclude_from_compilation(
     kind: type[Any] | ModuleType, *names: str, recursive: bool = True, reason: str | None = None
 ) -> None:
-    """Apply ``torch.compiler.disable`` to methods of a class or functions of a module, when it is first used.
+    """Exclude methods of a class or functions of a module from compilation, when it is first used.
 
-    As a decorator it would import torch's compiler with the class, which takes as long as importing torch.
+    A decorator would import torch's compiler with the class, which takes as long as importing torch. If not
+    ``recursive``, functions that they call may be compiled, and a call costs no time.
     """
+    exclude = functools.partial(torch.compiler.disable, reason=reason) if recursive else torch._dynamo.decorators.skip
     for name in names:
-        setattr(kind, name, torch.compiler.disable(getattr(kind, name), recursive, reason=reason))
+        setattr(kind, name, exclude(getattr(kind, name)))
