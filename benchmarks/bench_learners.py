@@ -1,9 +1,10 @@
 """The cost of virtual learners: a step of L learners against L models with L optimizers in a plain loop.
 
-One command measures the whole table: DPSGD on a ring, LocalSGD and SSGD with the default settings, for models from
-SimpleNet to six million parameters. FusedSGD with momentum, 32 samples a learner. All ways run in turn, A/B/A/B, on one
-thread. A sample is a number of whole steps; LocalSGD averages in the share of its steps that its period says. Times are
-those that the processor spent on this thread, because other programs on a busy machine then disturb less.
+One command measures the whole table: DPSGD on a ring, LocalSGD and SSGD with the default settings, and L models without
+the package in the order of virtual learners ("by phases"), for models from SimpleNet to six million parameters.
+FusedSGD with momentum, 32 samples a learner. All ways run in turn, A/B/A/B, on one thread. A sample is a number of
+whole steps; LocalSGD averages in the share of its steps that its period says. Times are those that the processor spent
+on this thread, because other programs on a busy machine then disturb less.
 
 PYTHONPATH=. python benchmarks/bench_learners.py [--rows mlp2048-2] [--ways default vmap in-turn] [--json FILE]
 """
@@ -69,6 +70,25 @@ def plain(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Step:
     return step
 
 
+def by_phases(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> Step:
+    """The same in the order of virtual learners: all forward passes, one backward pass, all steps.
+
+    Weights and gradients of a large model leave the caches in between, so this is the least that virtual learners take.
+    """
+    models = [copy.deepcopy(model) for _ in inputs]
+    optimizers = list(map(optimizer_of, models))
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = [F.cross_entropy(own(x), y) for own, x, y in zip(models, inputs, labels, strict=True)]
+        torch.stack(losses).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
 def virtual(
     model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, strategy: Strategy, way: Any
 ) -> tuple[Step, Any]:
@@ -98,8 +118,8 @@ def measure(row: str, ways: list[str], seconds: float) -> list[dict[str, Any]]:
     model, num_inputs, classes, num = model_of(row)
     batch = FEW_SAMPLES.get(row, 32)
     inputs, labels = torch.randn(num, batch, num_inputs), torch.randint(classes, (num, batch))
-    steps: list[Step] = [plain(model, inputs, labels)]
-    names, handles = [("plain loop", "")], [None]
+    steps: list[Step] = [plain(model, inputs, labels), by_phases(model, inputs, labels)]
+    names, handles = [("plain loop", ""), ("by phases", "")], [None, None]
     for strategy, make in STRATEGIES.items():
         for way in ways:
             step, handle = virtual(model, inputs, labels, make(), WAYS[way])
