@@ -11,23 +11,7 @@ from .shared.segments import SharedMemoryCommunicator
 from .virtual import VirtualCommunicator
 
 __all__ = [
-    "Choice",
-    "Communicator",
-    "CudaIpcCommunicator",
-    "Exchange",
-    "LearnerClock",
-    "Link",
-    "LinkedCommunicator",
-    "LiveWeights",
-    "MixedCommunicator",
-    "ProcessGroupCommunicator",
-    "SharedMemoryCommunicator",
-    "Transport",
-    "VirtualCommunicator",
-    "Work",
-    "check_agreement",
-    "choose_backend",
-    "choose_transport",
-    "connect",
-    "facts_of",
-]
+    "Choice", "Communicator", "CudaIpcCommunicator", "Exchange", "LearnerClock", "Link", "LinkedCommunicator",
+    "LiveWeights", "MixedCommunicator", "ProcessGroupCommunicator", "SharedMemoryCommunicator", "Transport",
+    "VirtualCommunicator", "Work", "check_agreement", "choose_backend", "choose_transport", "connect", "facts_of",
+]  # fmt: skip

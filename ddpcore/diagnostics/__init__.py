@@ -13,25 +13,7 @@ from .spectra import Eigenvalues, Estimate, SpectralDensity
 from .weights import DataLoss
 
 __all__ = [
-    "DataLoss",
-    "Dynamics",
-    "Eigenvalues",
-    "Estimate",
-    "Flatness",
-    "Hessian",
-    "HessianRecord",
-    "HessianStatistics",
-    "NoiseRecord",
-    "NoiseScale",
-    "NoiseStatistics",
-    "Plane",
-    "SpectralDensity",
-    "Spread",
-    "Surface",
-    "eigenvector_plane",
-    "flatness",
-    "landscape",
-    "noise_scale",
-    "plane_through",
-    "random_plane",
-]
+    "DataLoss", "Dynamics", "Eigenvalues", "Estimate", "Flatness", "Hessian", "HessianRecord", "HessianStatistics",
+    "NoiseRecord", "NoiseScale", "NoiseStatistics", "Plane", "SpectralDensity", "Spread", "Surface",
+    "eigenvector_plane", "flatness", "landscape", "noise_scale", "plane_through", "random_plane",
+]  # fmt: skip

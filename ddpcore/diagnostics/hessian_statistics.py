@@ -42,8 +42,8 @@ class HessianRecord:
     #: ``1/2 tr(H C)``, with the covariance C of these weights: what their distance to the mean adds to the mean loss,
     #: to second order (2602.02899v2); NaN if the Hessian is not finite
     penalty: float
-    #: ``1/n sum_j |g_j - g_a|^2`` of the step's own gradients, unscaled; None if the strategy has averaged them, among
-    #: all or in groups
+    #: ``1/n sum_j |g_j - g_a|^2`` of the gradients that the step gets, unscaled, and clipped if the loop clips; None if
+    #: the strategy has averaged them, among all or in groups
     noise: float | None
     noise_shares: list[float] | None  #: the share of ``noise`` along each of the k top eigenvectors; None with it
     isotropic: float  #: ``1 / P``, the share along one direction if all directions were alike
@@ -106,7 +106,7 @@ class HessianStatistics(Observer):
                 raise ValueError("learners are sharded, and Hessian products need whole models: use a small model")
             if no_mean := handle.strategy.traits.no_mean:
                 raise ValueError(f"{no_mean}: take dpsgd")
-            passes.check_equal_weights(handle)
+            passes.check_equal_weights(handle, loss)
             check_range("top", top, most=sum(segment.numel for segment in handle.learner.flat.segments) - 1)
             handle.observers.append(self)
         else:

@@ -160,7 +160,7 @@ def _hooked(
     traits = handle.strategy.traits
     if traits.no_mean:
         raise ValueError(f"{traits.no_mean}: take dpsgd")
-    check_equal_weights(handle)
+    check_equal_weights(handle, config.loss, config.full_loss)
     if (size := traits.group) > 1:
         raise ValueError(
             f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ddpcore import ops
+from ddpcore.distributed.guards import learner_of
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
@@ -56,8 +57,10 @@ class RandomState:
         random.setstate(self._python)
 
 
-def check_equal_weights(handle: HookedDistributed) -> None:
+def check_equal_weights(handle: HookedDistributed, *losses: Loss | None) -> None:
     """Raise ValueError if learners do not count alike: statistics compare batches of one size."""
+    if any(getattr(loss, "group", None) is not None for loss in losses):
+        raise ValueError("the losses of learners are averaged already: make DataLoss without group=")
     if handle.learner.shares is not None or handle.strategy.traits.weights is not None:
         raise ValueError("learners have weights, and statistics compare batches of one size: leave weights out")
 
@@ -74,7 +77,12 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
 
 @contextmanager
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor."""
+    """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor.
+
+    Inside, no forward pass of a model in training is one of its steps: its strategy would act, and change weights.
+    """
+    learner = learner_of(model.parameters())
+    was_paused = learner is not None and learner.hooks_paused
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -83,8 +91,12 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     ]
     before = RandomState(device)
     try:
+        if learner is not None:
+            learner.hooks_paused = True
         yield
     finally:
+        if learner is not None:
+            learner.hooks_paused = was_paused
         before.restore()
         for owner, name, buffer, value in buffers:
             buffer.data.copy_(value)
@@ -95,12 +107,12 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def at_weights(
     model: nn.Module, learner: Learner, weights_LP: Tensor, random_state: RandomState | None = None
 ) -> Iterator[None]:
-    """In the ``with`` block, the model's parameters point to other weights, and the strategy's hooks are paused.
+    """In the ``with`` block, the model's parameters point to other weights.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
     The passes use ``random_state``; None: the current one.
     """
-    learner.hooks_paused, shards = True, learner.flat.shards
+    shards = learner.flat.shards
     try:
         if shards is not None:
             shards.reshard()
@@ -111,7 +123,6 @@ def at_weights(
     finally:
         if shards is not None:
             shards.reshard()
-        learner.hooks_paused = False
 
 
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -121,16 +132,36 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     """
     rows_LP, shards = torch.zeros_like(learner.flat.param_LP), learner.flat.shards
     parameters, views = _trained(learner, rows_LP)
-    total = torch.zeros((), dtype=torch.float64, device=rows_LP.device)
+    total, reached = torch.zeros((), dtype=torch.float64, device=rows_LP.device), set[int]()
     for part in parts_of(loss):
         if shards is None:
-            add_(views, torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True))
+            found = torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True)
+            reached |= _rows_of(learner, parameters, found)
+            add_(views, found)
         else:
             add_(views, _gradients_of_shards(part, parameters))
         total += local(part).detach()
-    if shards is not None:
+    if shards is None:
+        _check_reached(learner, reached)
+    else:
         shards.add_(total).div_(int(shards.mesh.size()))
     return _unscaled(rows_LP, scale), total
+
+
+def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> set[int]:
+    """The learners held here of whose parameters something was found."""
+    places = [learner.flat.index[id(one)] for one, value in zip(parameters, found, strict=True) if value is not None]
+    return {place // len(learner.flat.segments) for place in places}
+
+
+def _check_reached(learner: Learner, reached: set[int]) -> None:
+    """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
+    alive = range(learner.flat.num_rows) if learner.comm.membership is None else learner.comm.membership.members
+    if missing := sorted(set(range(learner.flat.num_rows)).intersection(alive) - reached):
+        raise ValueError(
+            f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}: call handle.model, or each "
+            "of handle.models, and return the sum of all losses"
+        )
 
 
 def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -154,18 +185,21 @@ def hessian_product(
 
     ValueError if the model is compiled.
     """
-    rows_LP = torch.zeros_like(vectors_LP)
+    rows_LP, reached = torch.zeros_like(vectors_LP), set[int]()
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
     try:
         with at_weights(model, learner, mean_LP), twice_differentiable():
             for part in parts_of(loss):
                 rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
+                reached |= _rows_of(learner, parameters, rows)
                 add_(views, [None if row is None else row[0] for row in rows])
     except RuntimeError as error:
         if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
             raise
         raise ValueError("hessian=True differentiates twice: full_loss must call the model uncompiled") from error
+    if reached:  # else the loss is linear
+        _check_reached(learner, reached)
     return learner.average_of(_unscaled(rows_LP, scale))
 
 
@@ -175,7 +209,11 @@ def twice_differentiable() -> Iterator[None]:
 
     Attention uses matrix products and a softmax, because torch's fused kernels have none. A weight norm is a quotient:
     torch's own operation has wrong second derivatives, because its first one takes the norm as a constant.
+
+    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
     with sdpa_kernel(SDPBackend.MATH), _Quotients():
         yield
 
@@ -236,6 +274,8 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
     gradients = torch.autograd.grad(outputs, parameters, factor, create_graph=True, allow_unused=True)
     for hook in hooks:
         hook.remove()
+    if all(gradient is None for gradient in gradients):
+        raise ValueError("the loss uses no weight of the model, as that of a copy: call the same model in the loss")
     if cut:
         raise ValueError(
             f"{cut[0]} of the model has no second derivative, which would be taken for zero: let its backward() "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
+from ddpcore.parameters.learner_models import LearnerModels
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
@@ -81,7 +82,7 @@ class DataLoss:
         group: the process group of ranks that hold different samples. The parts of a rank's loss are then divided by
             the number of samples of all ranks: the sum over ranks is the mean over all samples.
 
-    ValueError: there is no batch.
+    ValueError: there is no batch, or the model is ``handle.model`` of virtual learners.
     """
 
     def __init__(
@@ -92,6 +93,11 @@ class DataLoss:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if isinstance(model, LearnerModels):
+            raise ValueError(
+                "handle.model runs all virtual learners, whose rows are no samples: pass handle.evaluation_model(), or "
+                "one of handle.models"
+            )
         self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
         with torch.random.fork_rng(devices=()):  # a DataLoader draws a number
             self._own = sum(_checked(inputs, targets) for inputs, targets in batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -74,6 +74,16 @@ def check_optimizer(optimizer: object, learners: int | None) -> None:
         raise ValueError(f"{name} combines the parameters of all virtual learners: run real ranks")
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # its __init__ did not call Optimizer.__init__
         raise ValueError(f"{name} wraps another optimizer and has no step hooks: pass the optimizer that it wraps")
+
+
+def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError in torch's ``get_state_dict`` for the model of one virtual learner, which names no others."""
+    for frame in callers(sys._getframe()):
+        if frame.f_code.co_name == "_get_optim_state_dict" and frame.f_locals["model"] in models:
+            raise RuntimeError(
+                f"the optimizer has the states of {len(models)} learners: pass handle.model to get_state_dict and "
+                "set_state_dict, or save RunState(handle)"
+            )
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
@@ -226,6 +236,12 @@ def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_
 def is_distributed(parameters: Iterable[Tensor]) -> bool:
     """Whether a ``distribute`` call has moved one of the parameters to a flat buffer."""
     return any(parameter in _WATCHES for parameter in parameters)
+
+
+def learner_of(parameters: Iterable[Tensor]) -> Any:
+    """The learner that one of the parameters belongs to; None if a ``distribute`` call has moved none of them."""
+    watch = next((_WATCHES[parameter]() for parameter in parameters if parameter in _WATCHES), None)
+    return None if watch is None else watch.learner
 
 
 def num_registered() -> int:

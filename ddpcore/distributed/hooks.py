@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
+from ddpcore.distributed.guards import check_state_caller
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.state_sync import StateSync, give_state
@@ -113,6 +115,8 @@ class HookedDistributed(Distributed):
             membership.on_change.append(self._members_changed)
         self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
+        if len(self.models) > 1:
+            optimizer.register_state_dict_pre_hook(partial(check_state_caller, self.models))
 
     def __copy__(self) -> HookedDistributed:
         return self

@@ -10,15 +10,6 @@ from .registry import OPTIMIZERS, build_optimizer
 from .sgd import FusedSGD
 
 __all__ = [
-    "FusedAdamW",
-    "FusedLAMB",
-    "FusedLARS",
-    "FusedOptimizer",
-    "FusedSGD",
-    "Muon",
-    "OPTIMIZERS",
-    "TrustRatio",
-    "build_optimizer",
-    "describe",
-    "param_groups",
-]
+    "FusedAdamW", "FusedLAMB", "FusedLARS", "FusedOptimizer", "FusedSGD", "Muon", "OPTIMIZERS", "TrustRatio",
+    "build_optimizer", "describe", "param_groups",
+]  # fmt: skip

@@ -9,16 +9,6 @@ from .sections import DataConfig, ModelConfig, OptimizerConfig, RunConfig, Strat
 from .trainer import Trainer
 
 __all__ = [
-    "DataConfig",
-    "FinishedRun",
-    "Interrupted",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "RunRecord",
-    "StrategyConfig",
-    "TrainConfig",
-    "Trainer",
-    "join_run",
-    "train",
-]
+    "DataConfig", "FinishedRun", "Interrupted", "ModelConfig", "OptimizerConfig", "RunConfig", "RunRecord",
+    "StrategyConfig", "TrainConfig", "Trainer", "join_run", "train",
+]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ddpcore
 from ddpcore.optim import FusedSGD
@@ -334,3 +335,21 @@ def test_gradients_that_nothing_has_averaged() -> None:
         RuntimeError, match=r"ssgd: gradients were set or changed without a backward pass.*call backward\(\)"
     ):
         optimizer.step()
+
+
+def test_torch_names_the_states_of_all_virtual_learners() -> None:
+    """``get_state_dict`` of one learner's model ended in a ``KeyError``, because the optimizer has all states."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=2)
+    handle.backward(handle.model(torch.randn(2, 5, 4)).square().mean(dim=(1, 2)))
+    optimizer.step()
+    for one in handle.models:
+        with pytest.raises(RuntimeError, match=r"states of 2 learners: pass handle\.model to get_state_dict"):
+            get_optimizer_state_dict(one, optimizer)
+    found = get_optimizer_state_dict(handle.model, optimizer)["state"]
+    for number, one in enumerate(handle.models):
+        for name, parameter in one.named_parameters():
+            own = found[f"models.{number}.{name}"]["momentum_buffer"]
+            assert own.any() and torch.equal(own, optimizer.state[parameter]["momentum_buffer"])
+    assert len(optimizer.state_dict()["state"]) == 4
