@@ -163,6 +163,8 @@ class LoopWatch:
     def before_pass(self) -> None:
         """Before the strategy is called: check the buffers, and copy batch norm's buffers, which a pass changes."""
         self._check_buffers()
+        if self._flat.parameters[0].dtype != self._flat.param_LP.dtype:  # else autograd refuses our gradients
+            self.check_parameters()
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
         buffers = [list(model.buffers()) for model in self.learner.models]

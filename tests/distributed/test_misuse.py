@@ -353,3 +353,15 @@ def test_torch_names_the_states_of_all_virtual_learners() -> None:
             own = found[f"models.{number}.{name}"]["momentum_buffer"]
             assert own.any() and torch.equal(own, optimizer.state[parameter]["momentum_buffer"])
     assert len(optimizer.state_dict()["state"]) == 4
+
+
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, ddpcore.LocalSGD])
+def test_another_dtype_is_refused_before_a_pass(strategy: Any) -> None:
+    """Under ``SSGD`` torch refused the gradient of the backward pass, and named no cause."""
+    model = nn.Linear(4, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy(), learners=2)
+    for one in handle.models:
+        one.double()
+    with pytest.raises(RuntimeError, match="has left the flat buffer"):
+        handle.model(torch.randn(2, 5, 4, dtype=torch.float64))
