@@ -187,12 +187,14 @@ def _compare(options: CompareOptions) -> int:
         here = options.markdown.resolve().parent
         files = [os.path.relpath(path.resolve(), here) for path in plots]
         replace_file(options.markdown, markdown(comparisons, files).encode())
+        print(f"wrote {shown(options.markdown)}")
     return 0
 
 
 def _draw(comparisons: list[dict[str, Any]], plots: list[Path]) -> None:
     for comparison, path in zip(comparisons, plots, strict=False):
         plot_comparison(comparison, path, [run_label(run) for run in comparison["runs"]])
+        print(f"wrote {shown(path)}")
 
 
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {

@@ -211,7 +211,8 @@ def test_the_command(main: Main, folder: Folder) -> None:
 def test_plots(suffix: str, magic: bytes, main: Main, folder: Folder) -> None:
     pytest.importorskip("matplotlib")
     plot, page = folder.path / f"plot.{suffix}", folder.path / "page.md"
-    assert main("compare", folder.path, "--plot", plot, "--markdown", page)[0] == 0
+    code, out, _ = main("compare", folder.path, "--plot", plot, "--markdown", page)
+    assert code == 0 and out.endswith(f"wrote {plot}\nwrote {page}\n")
     assert plot.read_bytes().startswith(magic)
     assert f"(plot.{suffix})" in page.read_text()
 
