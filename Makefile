@@ -57,11 +57,12 @@ test: $(INSTALLED) $(TOOLED)
 
 # Exactly what CI runs. The C++ part needs torch alone, so it starts at once; the package is compiled while the tools are
 # downloaded. The C++ part and mypy yield to the tests: ranks that wait for each other lose more by a busy core than a
-# compiler does. What failed stands last.
+# compiler does. What failed stands last. The C++ part has a process group of its own, so that it ends when the rest fails.
 check: $(READY)
 	@tools/system_packages
-	@mkdir -p build; nice $(MAKE) --no-print-directory cpp > build/cpp.txt 2>&1 & cpp=$$!; \
-	  $(MAKE) --no-print-directory -j2 lint build && $(MAKE) --no-print-directory $(INSTALLED) || { kill $$cpp; exit 1; }; \
+	@mkdir -p build; set -m; nice $(MAKE) --no-print-directory cpp > build/cpp.txt 2>&1 & cpp=$$!; set +m; \
+	  trap 'kill -- -'$$cpp' 2> /dev/null' EXIT; \
+	  $(MAKE) --no-print-directory -j2 lint build && $(MAKE) --no-print-directory $(INSTALLED) || exit 1; \
 	  nice $(MAKE) --no-print-directory types > build/types.txt 2>&1 & types=$$!; \
 	  $(MAKE) --no-print-directory test SELECT= 2>&1 | tee build/tests.txt; tests=$${PIPESTATUS[0]}; \
 	  wait $$types; types=$$?; wait $$cpp; cpp=$$?; cat build/types.txt; grep -v 'Skipped' build/cpp.txt; \

@@ -79,7 +79,7 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor.
 
-    Inside, no forward pass of a model in training is one of its steps: its strategy would act, and change weights.
+    Inside, a forward pass of a model in training does not call its strategy, which could change weights.
     """
     learner = learner_of(model.parameters())
     was_paused = learner is not None and learner.hooks_paused
@@ -275,7 +275,7 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
     for hook in hooks:
         hook.remove()
     if all(gradient is None for gradient in gradients):
-        raise ValueError("the loss uses no weight of the model, as that of a copy: call the same model in the loss")
+        raise ValueError("the loss uses no weight of the model (it may call a copy): call the same model in the loss")
     if cut:
         raise ValueError(
             f"{cut[0]} of the model has no second derivative, which would be taken for zero: let its backward() "

@@ -79,7 +79,7 @@ def check_optimizer(optimizer: object, learners: int | None) -> None:
 def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError in torch's ``get_state_dict`` for the model of one virtual learner, which names no others."""
     for frame in callers(sys._getframe()):
-        if frame.f_code.co_name == "_get_optim_state_dict" and frame.f_locals["model"] in models:
+        if frame.f_code.co_name == "_get_optim_state_dict" and frame.f_locals.get("model") in models:
             raise RuntimeError(
                 f"the optimizer has the states of {len(models)} learners: pass handle.model to get_state_dict and "
                 "set_state_dict, or save RunState(handle)"

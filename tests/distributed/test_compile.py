@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import ddpcore
+from ddpcore.parameters.buckets import GradientBuckets
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +62,25 @@ def test_whole_graphs_after_distribute_are_refused() -> None:
     ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
     with pytest.raises(RuntimeError, match=r"compile first, then distribute\(\)"):
         wrapped(model)(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(2)], ids=["ssgd", "local_sgd"])
+def test_a_compiled_loop_compiles_no_hook_of_a_gradient(strategy: Any) -> None:
+    """They run inside the backward pass of a loop that is compiled, and read what changes with each pass."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy(), learners=2)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        handle.model(x).square().mean((1, 2)).sum().backward()
+        optimizer.step()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(2):
+        compiled(torch.randn(2, 4, 3))
+    assert handle.learner is not None and _debug_get_cache_entry_list(step.__code__), "the loop was not compiled"
+    hooks = handle.learner.flat.parameters[0]._post_accumulate_grad_hooks.values()  # type: ignore[attr-defined]
+    codes = [getattr(hook, "func", hook).__code__ for hook in hooks] + [GradientBuckets._hook.__code__]
+    assert len(codes) == 2
+    assert not any(map(_debug_get_cache_entry_list, codes))
