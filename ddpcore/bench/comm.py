@@ -128,7 +128,7 @@ class Operation:
     def call(self, lane: Lane) -> list[Tensor]:
         """Run the operation; returns its output rows."""
         if self.topology is None:
-            lane.comm.average_(lane.rows).wait()
+            lane.comm.average_(lane.rows, 0).wait()
             return [lane.rows[0]]
         average = lane.comm.exchange(lane.rows, self.topology, lane.num_steps).mixture()
         lane.num_steps += 1

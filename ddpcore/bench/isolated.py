@@ -61,7 +61,7 @@ def average_together(one: Contender) -> None:
 def _average(one: Contender, columns: list[Tensor]) -> None:
     """Average some columns of the gradients, of all learners or of each group."""
     comm, size = one.active.handle.comm, one.strategy.traits.group
-    for work in [comm.average_(each, size=None if size == 1 else size) for each in columns]:
+    for work in [comm.average_(each, 0, None if size == 1 else size) for each in columns]:
         work.wait()
 
 

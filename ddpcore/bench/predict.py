@@ -192,7 +192,7 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
         parts |= {"messages": averages(one), "together": [lambda: average_together(one)]}
     if any(plan.averages_weights for turn in plans for plan in turn):
         if strategy.topology is None:
-            parts["average"] = [lambda: comm.average_(flat.param_LP).wait()]
+            parts["average"] = [lambda: comm.average_(flat.param_LP, 0).wait()]
         else:
             # The exchange alone moves the parameters to older weights: only times matter here.
             parts["exchange"] = [lambda: flat.move_to(exchanged().out)]

@@ -172,6 +172,10 @@ class ProcessGroupCommunicator(Communicator):
         group, ranks = everyone if num == self.num_learners else self._groups[num]
         whose = "" if num == self.num_learners else f" in a group of {num}"
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
+        if step is None and self._is_gloo:  # gloo would add the average of a step on a rank that has more batches
+            with call:
+                met = group.barrier()
+            call.wait(met)
         if self._is_gloo and is_gathered(rows[0], num):
             gathered = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             self.bytes_sent += average_bytes(rows[0], num)

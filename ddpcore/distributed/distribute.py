@@ -226,7 +226,7 @@ def _group_of(
         if vectorize is not None:
             raise ValueError("vectorize= is for virtual learners: leave it out, or pass learners=")
         return default_group(group)
-    if given := connection.given(("transport", "link", "timeout")):
+    if given := connection.given(("transport", "link", *(() if group else ("timeout",)))):
         raise ValueError(f"virtual learners are no ranks: leave {given} out")
     if vectorize not in (True, False, None):
         raise ValueError(f"unknown vectorize {vectorize!r}: choose from True, False, None")

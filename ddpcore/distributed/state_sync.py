@@ -156,7 +156,7 @@ class StateSync:
             if policy == AVERAGE:
                 # Under push_sum the sum over learners counts: gradients step the biased weights.
                 scale_(rows_LX, None if strategy.traits.no_mean else self._learner.shares, self._learner)
-                comm.average_(rows_LX).wait()
+                comm.average_(rows_LX, self._learner.step - 1).wait()
             else:
                 assert strategy.topology is not None
                 comm.mix_(rows_LX, strategy._mixing or strategy.topology, self._learner.step - 1)

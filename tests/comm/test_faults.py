@@ -104,6 +104,18 @@ def test_a_late_rank_is_named_with_its_step(transport: str, strategy: str, outco
     assert output.count("\n") == 1
 
 
+@pytest.mark.parametrize("trial", named(trials.has_fewer_batches))
+def test_an_average_of_models_meets_no_average_of_a_step(
+    trial: tuple[Any, ...], outcome: Callable[..., Outcome]
+) -> None:
+    """A rank that has no batch left averages the models, and the other one is in its next step: both say it."""
+    early, late = outcome(*trial)
+    for (_, output), what in ((early, " average of 32 float32"), (late, "at step 2")):
+        assert output.startswith("RuntimeError: ")
+        assert what in output
+        assert output.count("\n") == 1
+
+
 def test_a_rank_that_does_not_call_distribute(outcome: Callable[..., Outcome]) -> None:
     output = outcome(trials.does_not_come, 2, 0.5)[0][1]
     text = "the check that all ranks train the same failed on rank 0: a rank of [1] did not come within 0.5 s"

@@ -175,6 +175,26 @@ def is_late(rank: int, transport: str, strategy: str, seconds: float) -> None:
         optimizer.step()
 
 
+def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy: str) -> None:
+    """Rank 0 averages the models while rank 1 has a batch left. A mixture of weights and gradients would be silent."""
+    model = nn.Linear(5, 3)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(
+        model,
+        optimizer,
+        STRATEGIES[strategy](),
+        learners=learners,
+        group=dist.group.WORLD if learners else None,
+        connection=ddpcore.Connection(transport=transport, timeout=1.5),
+    )
+    for step in range(2 + rank):
+        inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+        outputs = handle.model(inputs.expand(learners, 8, 5) if learners else inputs)
+        handle.backward(outputs.square().mean(dim=(-2, -1)))
+        optimizer.step()
+    handle.evaluation_model()
+
+
 def does_not_come(rank: int, seconds: float) -> None:
     """Rank 1 calls distribute later than its timeout lets the others wait."""
     if rank == 1:
@@ -224,6 +244,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "dpsgd": lambda: ddpcore.DPSGD(ddpcore.Ring()),
 }
 DYING, LATE = ("local_sgd", "slowmo", "ssgd"), ("ssgd", "dpsgd")
+FEWER = ((None, "shm"), (None, "pg"), (2, "auto"))  # learners of a rank, transport
 
 
 def dies_in_training(rank: int, transport: str, strategy: str) -> None:
@@ -268,6 +289,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *((is_late, 2, transport, strategy, 1.5) for transport in ("shm", "pg") for strategy in LATE),
     *((is_late, 2, transport, "ssgd", seconds) for transport in ("shm", "pg") for seconds in (-1.0, 0.0)),
     (does_not_come, 2, 0.5),
+    *((has_fewer_batches, 2, *place, strategy) for place in FEWER for strategy in STRATEGIES),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in DYING),
     *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),
