@@ -99,12 +99,11 @@ class ProcessGroupCommunicator(Communicator):
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         self.transport = "pg" if num_rows == 1 else "grid"
         backend = dist.get_backend(self.group)
-        self.description = f"torch.distributed, {backend}"
-        if num_rows > 1:
-            self.description = f"{num_rows} virtual learners on each of {self.num_ranks} ranks, {backend}"
+        kind = f"{num_rows} virtual learners on each of {self.num_ranks} ranks" if num_rows > 1 else "torch.distributed"
+        self.description = f"{kind}, {backend}"
         self._is_gloo = backend == "gloo"
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
-        self._groups: dict[int, tuple[dist.ProcessGroup, range]] = {}  # of this rank by their size, and their ranks
+        self._groups: dict[int, tuple[dist.ProcessGroup, range, str]] = {}  # of this rank by size, and ranks and words
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
         self._unfinished = _unfinished.setdefault(self.group, {})
         for number in list(self._unfinished):  # of earlier distribute() calls; all ranks have begun these
@@ -133,10 +132,11 @@ class ProcessGroupCommunicator(Communicator):
         if size == self.num_learners or self.num_rows % size == 0:
             return
         num = size // self.num_rows
-        first = self.rank // num * num
+        ranks = range(first := self.rank // num * num, first + num)
         known = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        backends, ranks = {one.type: known[one.type] for one in self.group._device_types}, range(first, first + num)
-        self._groups[size] = self._own_group(ranks, backends, f"the set-up of groups of {size}"), ranks
+        backends = {one.type: known[one.type] for one in self.group._device_types}
+        group = self._own_group(ranks, backends, f"the set-up of groups of {size}")
+        self._groups[size] = group, ranks, f" in a group of {size}"
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
         """A new group of these ranks, with this rank. All ranks call it, each with the ranks of its own group."""
@@ -168,14 +168,12 @@ class ProcessGroupCommunicator(Communicator):
         if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
             average_blocks_(rows, num)
             return Work()
-        everyone = self.group, range(self.num_ranks)
-        group, ranks = everyone if num == self.num_learners else self._groups[num]
-        whose = "" if num == self.num_learners else f" in a group of {num}"
+        everyone = self.group, range(self.num_ranks), ""
+        group, ranks, whose = everyone if num == self.num_learners else self._groups[num]
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
         if step is None and self._is_gloo:  # gloo would add the average of a step on a rank that has more batches
             with call:
-                met = group.barrier()
-            call.wait(met)
+                group.barrier().wait()
         if self._is_gloo and is_gathered(rows[0], num):
             gathered = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             self.bytes_sent += average_bytes(rows[0], num)
@@ -194,8 +192,7 @@ class ProcessGroupCommunicator(Communicator):
 
         def end() -> None:
             call.wait(work)
-            total = terms[0] if len(terms) == 1 else sum_of(terms)  # one term is the sum already
-            mean = total.div_(num)
+            mean = (terms[0] if len(terms) == 1 else sum_of(terms)).div_(num)  # one term is the sum already
             if mean.data_ptr() != rows.data_ptr():
                 rows.copy_(mean)
 
@@ -224,9 +221,8 @@ class ProcessGroupCommunicator(Communicator):
         # gloo has a work for each message, so its error names one peer; NCCL has one work for all.
         peers_of = [[peer] if len(works) == len(peers) else peers for peer in peers[: len(works)]]
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
-        number = next(_numbers)
         begun = [(what, whom, work) for whom, work in zip(peers_of, works, strict=True)]
-        self._unfinished[number] = begun, [weights_LP, *received.values()]
+        self._unfinished[number := next(_numbers)] = begun, [weights_LP, *received.values()]
 
         def wait() -> None:
             self._finish(number)

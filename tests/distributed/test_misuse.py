@@ -183,6 +183,7 @@ def test_handles_are_freed(make_strategy: Any) -> None:
             {"transport": "shm", "timeout": 1.0},
             r"leave connection=Connection\(transport=, timeout=\) out",
         ),
+        (ddpcore.SSGD, {"timeout": 1.0}, r"no ranks: leave connection=Connection\(timeout=\) out"),
         (
             ddpcore.SSGD,
             {"link": ddpcore.comm.Link.parse("10Gb/s,50us")},
