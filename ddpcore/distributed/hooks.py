@@ -110,8 +110,7 @@ class HookedDistributed(Distributed):
             self._leave_hook = model.register_forward_hook(_LeaveHook(hook))
         if learner.comm.transport != "virtual":
             _HANDLES.add(self)
-        membership = learner.comm.membership
-        if membership is not None:
+        if (membership := learner.comm.membership) is not None:
             membership.on_change.append(self._members_changed)
         self._last_hook = optimizer.register_step_pre_hook(self._before_call).id
         optimizer.register_step_post_hook(self._after_call)
@@ -180,12 +179,11 @@ class HookedDistributed(Distributed):
     @override
     def state_dict(self) -> dict[str, Any]:
         self.strategy.restore_weights(self.learner)
-        names = self.learner.flat.names
         state = {
             "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
-            "layout": list(names),
+            "layout": list(self.learner.flat.names),
             "learners": [model.state_dict() for model in self.models[1:]],
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
@@ -252,9 +250,8 @@ class HookedDistributed(Distributed):
     def _averages_in_place(self) -> bool:
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
         strategy, comm = self.strategy, self.learner.comm
-        plan = strategy.plan(self.learner.step)
         only_averages = strategy.traits.weights is None and getattr(strategy.bucket_ready, "only_averages", False)
-        only_averages = only_averages and plan.averages_gradients
+        only_averages = only_averages and strategy.plan(self.learner.step).averages_gradients
         return only_averages and not self.observers and comm.membership is None and comm.num_learners > 1
 
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
@@ -446,11 +443,14 @@ class _ForwardHook(_Hook):
         if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
-        ran = self._ran[handle._buckets is not None and handle._buckets.paused]
+        buckets, models = handle._buckets, handle.models
+        ran = self._ran[buckets is not None and buckets.paused]
         is_new = self._is_inside or not ran or id(module) in ran
+        if id(module) in ran and buckets is not None and not buckets.paused:  # a learner may call its model repeatedly
+            is_new = models.index(module) not in buckets.lacking_rows
         if is_new:
             ran.clear()
-        ran |= set(map(id, handle.models)) if self._is_inside else {id(module)}
+        ran |= set(map(id, models)) if self._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
 

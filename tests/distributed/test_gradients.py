@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ddpcore
 from ddpcore.optim import FusedSGD
@@ -74,6 +75,72 @@ def test_accumulation_by_one_learner_after_the_other(optimizer_name: str) -> Non
         twin.step()
     for row in training.weights_of_learners(handle):
         training.assert_near(row, training.flat_weights(plain))
+
+
+@pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
+def test_several_calls_of_each_model_before_its_backward_pass(optimizer_name: str) -> None:
+    """As a recurrent or siamese model has them: learner 0 was forgotten when another one called its model again."""
+    model, plain = training.mlp(), training.mlp()
+    optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
+    twin = training.OPTIMIZERS["sgd"](plain.parameters())
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, **connected(**training.SMALL))
+    for step in range(3):
+        inputs, labels = training.samples(3, 6, seed=step)
+        optimizer.zero_grad()
+        for one, own, wanted in zip(handle.models, inputs, labels, strict=True):
+            F.cross_entropy(one(own) - one(own.flip(0)) + one(-own), wanted).backward()
+        optimizer.step()
+        twin.zero_grad()
+        outputs = plain(inputs) - plain(inputs.flip(1)) + plain(-inputs)
+        F.cross_entropy(outputs.flatten(0, 1), labels.flatten()).backward()
+        twin.step()
+    for row in training.weights_of_learners(handle):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+def test_a_learner_that_began_again_after_an_error_has_a_new_pass() -> None:
+    """Learner 1 fails in its second call. The loop begins again with learner 0, whose first gradients do not count."""
+    model, plain = training.mlp(), training.mlp()
+    optimizer, twin = (training.OPTIMIZERS["sgd"](one.parameters()) for one in (model, plain))
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
+    inputs, labels = training.samples(2, 6)
+    F.cross_entropy(handle.models[0](5 * inputs[0]), labels[0]).backward()
+    handle.models[1](inputs[1])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        handle.models[1](inputs[1, :, 1:])
+    optimizer.zero_grad()
+    for one, own, wanted in zip(handle.models, inputs, labels, strict=True):
+        F.cross_entropy(one(own), wanted).backward()
+    optimizer.step()
+    F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+    twin.step()
+    for row in training.weights_of_learners(handle):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_reentrant_checkpoints_of_virtual_learners_are_named(place: int) -> None:
+    """Their backward passes run inside other ones: in the middle of a learner's pass, and at its beginning."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                x = checkpoint(layer, x, use_reentrant=True) if index == place else layer(x)
+            return x
+
+    model = Checkpointed()
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    before = training.weights_of_learners(handle)
+    with pytest.raises(RuntimeError, match="use_reentrant=False$"):
+        for one in handle.models:
+            one(torch.ones(4, 5)).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(training.weights_of_learners(handle), before)
 
 
 def test_a_learner_with_all_its_passes_inside_no_sync_is_refused() -> None:
