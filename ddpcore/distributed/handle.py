@@ -189,8 +189,9 @@ class Distributed:
         others wait less than 10 % of a step, or if no rank explains 80 % of the waiting. Call it before an evaluation.
         """
         device, num_rows = next(self.model.parameters()).device, len(self.comm.learners)
-        rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu")
-        everyone = self.comm.gather(rows_LX.to(device))[::num_rows].tolist()
+        rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu").to(device)
+        self._average_of(rows_LX[:, :1])  # meets no step; over gloo the gathering alone could meet the average of one
+        everyone = self.comm.gather(rows_LX)[::num_rows].tolist()
         self.phases.restart()
         ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members
         rows = zip(ranks[::num_rows], everyone, strict=False)

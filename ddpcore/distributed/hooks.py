@@ -201,10 +201,9 @@ class HookedDistributed(Distributed):
             flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
             model.load_state_dict(own)
-        self._new_order = None
+        self._new_order, self._laid_out = None, True
         self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
-        self._laid_out = True
         self.learner.step = state["step"]
         self.strategy.load_state_dict(self.learner, copy_of(state["strategy"]))
         self._state_sync.load_state_dict(copy_of(state["policies"]))

@@ -105,12 +105,12 @@ def test_a_late_rank_is_named_with_its_step(transport: str, strategy: str, outco
 
 
 @pytest.mark.parametrize("trial", named(trials.has_fewer_batches))
-def test_an_average_of_models_meets_no_average_of_a_step(
+def test_a_call_outside_a_step_meets_no_average_of_a_step(
     trial: tuple[Any, ...], outcome: Callable[..., Outcome]
 ) -> None:
-    """A rank that has no batch left averages the models, and the other one is in its next step: both say it."""
+    """A rank that has no batch left makes a collective call, and the other one is in its next step: both say it."""
     early, late = outcome(*trial)
-    for (_, output), what in ((early, " average of 32 float32"), (late, "at step 2")):
+    for (_, output), what in ((early, trials.CALLS[trial[-1]]), (late, "at step 2")):
         assert output.startswith("RuntimeError: ")
         assert what in output
         assert output.count("\n") == 1

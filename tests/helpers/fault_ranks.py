@@ -175,8 +175,8 @@ def is_late(rank: int, transport: str, strategy: str, seconds: float) -> None:
         optimizer.step()
 
 
-def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy: str) -> None:
-    """Rank 0 averages the models while rank 1 has a batch left. A mixture of weights and gradients would be silent."""
+def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy: str, call: str) -> None:
+    """Rank 0 calls ``call`` while rank 1 has a batch left. A mixture, as of weights and gradients, would be silent."""
     model = nn.Linear(5, 3)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(
@@ -192,7 +192,7 @@ def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy:
         outputs = handle.model(inputs.expand(learners, 8, 5) if learners else inputs)
         handle.backward(outputs.square().mean(dim=(-2, -1)))
         optimizer.step()
-    handle.evaluation_model()
+    getattr(handle, call)()
 
 
 def does_not_come(rank: int, seconds: float) -> None:
@@ -245,6 +245,10 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 DYING, LATE = ("local_sgd", "slowmo", "ssgd"), ("ssgd", "dpsgd")
 FEWER = ((None, "shm"), (None, "pg"), (2, "auto"))  # learners of a rank, transport
+CALLS = {
+    "evaluation_model": " average of 32 float32",
+    "slow_ranks": " average of 1 float64",
+}  # words of errors
 
 
 def dies_in_training(rank: int, transport: str, strategy: str) -> None:
@@ -289,7 +293,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *((is_late, 2, transport, strategy, 1.5) for transport in ("shm", "pg") for strategy in LATE),
     *((is_late, 2, transport, "ssgd", seconds) for transport in ("shm", "pg") for seconds in (-1.0, 0.0)),
     (does_not_come, 2, 0.5),
-    *((has_fewer_batches, 2, *place, strategy) for place in FEWER for strategy in STRATEGIES),
+    *((has_fewer_batches, 2, *place, strategy, call) for place in FEWER for strategy in STRATEGIES for call in CALLS),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in DYING),
     *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),
