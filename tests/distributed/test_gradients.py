@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ddpcore
+from ddpcore.distributed.handle import Observer
 from ddpcore.optim import FusedSGD
 from helpers import training
 from helpers.connection import connected
@@ -77,6 +78,13 @@ def test_accumulation_by_one_learner_after_the_other(optimizer_name: str) -> Non
         training.assert_near(row, training.flat_weights(plain))
 
 
+class Passes(Observer):
+    num = 0
+
+    def before_forward(self, learner: Any) -> None:
+        self.num += 1
+
+
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
 def test_several_calls_of_each_model_before_its_backward_pass(optimizer_name: str) -> None:
     """As a recurrent or siamese model has them: learner 0 was forgotten when another one called its model again."""
@@ -84,12 +92,14 @@ def test_several_calls_of_each_model_before_its_backward_pass(optimizer_name: st
     optimizer = training.OPTIMIZERS[optimizer_name](model.parameters())
     twin = training.OPTIMIZERS["sgd"](plain.parameters())
     handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=3, **connected(**training.SMALL))
+    handle.observers.append(passes := Passes())
     for step in range(3):
         inputs, labels = training.samples(3, 6, seed=step)
         optimizer.zero_grad()
         for one, own, wanted in zip(handle.models, inputs, labels, strict=True):
             F.cross_entropy(one(own) - one(own.flip(0)) + one(-own), wanted).backward()
         optimizer.step()
+        assert passes.num == 3 * (1 + step)  # as on a rank: the calls of learner 0
         twin.zero_grad()
         outputs = plain(inputs) - plain(inputs.flip(1)) + plain(-inputs)
         F.cross_entropy(outputs.flatten(0, 1), labels.flatten()).backward()
