@@ -262,7 +262,7 @@ class LoopWatch:
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is average):
-                virtual = ", once for each learner, and inside no_sync() for all but its last, with use_reentrant=False"
+                virtual = ", once a learner, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
                     f"averaged: call backward() before step(){virtual if self._flat.num_rows > 1 else ''}"
@@ -286,7 +286,7 @@ class LoopWatch:
                 raise RuntimeError(
                     f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
                     "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
-                    "for each of handle.models, with use_reentrant=False"
+                    "for each of handle.models (checkpoints need use_reentrant=False)"
                 )
         if not is_capturing(flat.param_LP):
             check_norms(self._norms, self._rows())

@@ -146,7 +146,7 @@ def test_reentrant_checkpoints_of_virtual_learners_are_named(place: int) -> None
     optimizer = FusedSGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
     before = training.weights_of_learners(handle)
-    with pytest.raises(RuntimeError, match=r"use_reentrant=False$"):
+    with pytest.raises(RuntimeError, match=r"use_reentrant=False\)?$"):
         for one in handle.models:
             one(torch.ones(4, 5)).square().mean().backward()
         optimizer.step()
