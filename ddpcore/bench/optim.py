@@ -227,7 +227,7 @@ def _bandwidths(result: dict[str, Any]) -> Table:
         "step": lambda row: row["implementation"],
         "list": lambda row: titles[row["list"]],
         "ms p20/p50/p80": lambda row: spread(row["ms"], ".4g"),
-        "B/param": _traffic,
+        "B/param": lambda row: " to ".join(dict.fromkeys(str(row["bytes_per_param" + x]) for x in ("", "_uncached"))),
         "GB/s": number("gb_per_s", "{:.1f}"),
         "copy GB/s": number("copy_gb_per_s", "{:.1f}"),
         "of copy": lambda row: f"{row['gb_per_s'] / row['copy_gb_per_s']:.0%}",
@@ -240,11 +240,6 @@ def own_steps(result: dict[str, Any]) -> list[dict[str, Any]]:
     own = [row for row in result["rows"] if row["bytes_per_param"] is not None]
     first = {(row["implementation"], row["list"]): row for row in reversed(own)}
     return [row for row in own if first[row["implementation"], row["list"]] is row]
-
-
-def _traffic(row: dict[str, Any]) -> str:
-    least, most = row["bytes_per_param"], row["bytes_per_param_uncached"]
-    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def charts(result: dict[str, Any]) -> list[Chart]:

@@ -27,6 +27,7 @@ from ddpcore.runtime.machine import keep_freed_memory
 from ddpcore.storage.limits import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
+from ddpcore.training.loop import OnRecord
 
 POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank is killed
 
@@ -57,20 +58,16 @@ def run(plan: RunPlan, folder: Folder, datasets: Datasets, processes: int = 1) -
 
 def _run_in_process(jobs: Iterable[tuple[int, Job]], folder: Folder, datasets: Datasets, processes: int = 1) -> None:
     """Run jobs, each with the number of jobs that no process has begun, itself among them."""
-    start = time.monotonic()
 
     def raise_if_asked(where: str) -> None:
         if stop.asked:
             raise Interrupted(f"stopped by {stop.name} {where}: go on with resume=True")
 
     with StopSignal() as stop:  # for a signal that comes after the last step of a run, which does not check again
-        for place, (left, job) in enumerate(jobs):
-            if place:
-                hours = (time.monotonic() - start) / place * left / processes / 3600
-                print(f"about {hours:.1f} h left for {left} runs, if they take as long", flush=True)
+        for left, job in jobs:
             raise_if_asked(f"before {job.row}")
             try:
-                result = _train(job, None, datasets)
+                result = _train(job, None, datasets, _time_left(job, left, processes))
             except Interrupted:
                 raise
             except Exception as error:  # the other jobs run in any case
@@ -114,11 +111,11 @@ def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) ->
 def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
     """Run on each rank."""
     datasets = Datasets()
-    for job in jobs:
+    for place, job in enumerate(jobs):
         done = threading.Event()
         if job.kill_rank == world.rank:
             threading.Thread(target=_kill_after_checkpoint, args=(job, done), daemon=True).start()
-        result = _train(job, world, datasets)
+        result = _train(job, world, datasets, _time_left(job, len(jobs) - place))
         done.set()
         if world.rank == 0:
             _finish(folder, result)
@@ -153,11 +150,23 @@ def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(job: Job, world: World | None, datasets: Datasets) -> dict[str, Any]:
+def _time_left(job: Job, left: int, processes: int = 1) -> OnRecord:
+    """Says after the first epoch of a run how long it and the later ones take in several processes."""
+
+    def say(row: dict[str, Any]) -> None:
+        if row["kind"] == "epoch" and row["epoch"] == 1 and left > 1:
+            num_steps = job.config.run.steps or row["step"] * (job.config.run.epochs or 1)
+            hours = row["total_seconds"] / row["step"] * num_steps * left / processes / 3600
+            print(f"about {hours:.2f} h for {left} runs, if all take as long", flush=True)
+
+    return say
+
+
+def _train(job: Job, world: World | None, datasets: Datasets, on_record: OnRecord) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, and return the result."""
     keep_freed_memory()
     dataset = datasets.of(LearnerPlacement.of(job.config, world))
-    record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset)
+    record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset, on_record=on_record)
     parts = (record.header, *record.resumed)  # a resumed run may continue on another machine or commit
     return {
         **_heading(job),

@@ -173,9 +173,9 @@ LAMB = Rule(
 RULES = {rule.name: rule for rule in (SGD, ADAMW, LARS, LAMB)}
 
 
-_PER_GROUP = "{0} if isinstance({0}, list) else per_group({0}, group_sizes)"
+_PER_GROUP = "[{0}] * len(group_sizes) if isinstance({0}, (int, float)) else {0}"
 _FUNCTION = """
-def with_names(operator, mixture_arguments, per_group, inf):
+def with_names(operator, mixture_arguments, inf):
     def {operator}({parameters}, mixture=None, offsets=()):
         group_sizes = [len(params)] if group_sizes is None else group_sizes
         if mixture is None:
@@ -201,13 +201,9 @@ def _function(rule: Rule, documentation: str) -> Callable[..., None]:
     found: dict[str, Any] = {}
     exec(text, {"__name__": __name__}, found)
     operator = define(rule.schema, getattr(reference, rule.operator), no_result)
-    function: Callable[..., None] = found["with_names"](operator, mixture_arguments, _per_group, math.inf)
+    function: Callable[..., None] = found["with_names"](operator, mixture_arguments, math.inf)
     function.__qualname__, function.__doc__ = rule.operator, documentation
     return function
-
-
-def _per_group(value: Any, group_sizes: Sequence[int]) -> Any:
-    return [value] * len(group_sizes) if isinstance(value, (int, float)) else value
 
 
 sgd_step_ = _function(

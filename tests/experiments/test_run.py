@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +225,7 @@ def test_ranks_that_fail_and_ranks_that_are_killed(tiny: Path, tmp_path: Path) -
     assert (killed["metrics"]["recoveries"], alone["metrics"]["recoveries"]) == (1, 0)
     assert killed["metrics"]["train_loss"] == alone["metrics"]["train_loss"]
     assert killed["place"] == "2 processes of one machine, standing for 2 hosts"
+    assert re.search(r"about \d+\.\d\d h for \d runs, if all take as long", done.stdout), "one rank says it"
 
 
 def test_virtual_learners_as_real_ranks(main: Main, tiny: Path, tmp_path: Path) -> None:
@@ -272,25 +272,29 @@ def test_each_process_of_several_jobs_takes_a_gpu_of_its_own(monkeypatch: pytest
     assert taken == [0, 1, 2, 0, 1]
 
 
+@pytest.mark.parametrize("length", ["steps", "epochs"])
 def test_several_jobs_say_how_long_the_rest_takes(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    length: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two processes: this one has taken runs 1 and 3 to 6 of six, an hour each, and the other has run 2."""
-    folder, hours, next_index = Folder(tmp_path), count(), torch.multiprocessing.get_context("spawn").Value("i", 0)
+    """With two processes: this one takes runs 1 and 3 to 6 of six, and the other one run 2. An epoch takes an hour."""
+    tiny.write_text(tiny.read_text().replace("run.steps = 4", f"run.{length} = 4"))
+    folder, next_index = Folder(tmp_path), torch.multiprocessing.get_context("spawn").Value("i", 0)
     jobs = make_plan(study.find_study(str(tiny)), folder).jobs
-    taken = []
+    taken: list[tuple[str, int]] = []
 
-    def trained(job: Job, *rest: object) -> dict[str, Any]:
+    def trained(job: Job, world: None, datasets: object, on_record: Any) -> dict[str, Any]:
         next_index.value += not taken
         taken.append((job.row, job.seed))
+        on_record({"kind": "evaluation", "epoch": 1, "step": 1, "total_seconds": 60.0})
+        for epoch in (1, 2):
+            on_record({"kind": "epoch", "epoch": epoch, "step": epoch, "total_seconds": 3600.0 * epoch})
         return {"row": job.row, "seed": job.seed, "place": "here", "status": "failed", "error": "none"}
 
     monkeypatch.setattr("ddpcore.experiments.run._train", trained)
-    monkeypatch.setattr("ddpcore.experiments.run.time.monotonic", lambda: 3600.0 * next(hours))
     _run_share(World(0, 2), jobs, next_index, folder)
     assert taken == [(job.row, job.seed) for job in (jobs[0], *jobs[2:])]
-    said = re.findall(r"about (.*) h left for (\d) runs", capsys.readouterr().out)
-    assert said == [("2.0", "4"), ("1.5", "3"), ("1.0", "2"), ("0.5", "1")]
+    said = re.findall(r"about (.*) h for (\d) runs, if all take as long", capsys.readouterr().out)
+    assert said == [("12.00", "6"), ("8.00", "4"), ("6.00", "3"), ("4.00", "2")]
 
 
 def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path: Path) -> None:
@@ -298,7 +302,7 @@ def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path:
     assert "4 runs: 2 rows, 2 seeds" in text
     assert re.search(r"activations, estimated: up to \d+\.\d\d (K|M)iB \((a|ssgd), a learner's \d+ samples\)", text)
     assert re.search(r"disk, estimated: up to \d+\.\d\d KiB of checkpoints", text)
-    assert "h left for 3 runs, if they take as long" in text
+    assert re.findall(r"about \d+\.\d\d h for (\d) runs, if all take as long", text) == ["4", "3", "2"]
 
 
 def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
