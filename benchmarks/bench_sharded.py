@@ -71,7 +71,7 @@ def step_of(name: str, options: argparse.Namespace, mesh: DeviceMesh) -> Callabl
     optimizer = FusedAdamW(trained.parameters(), lr=1e-4)
     if (make := STRATEGIES[name]) is not None:
         connection = ddpcore.Connection(transport=options.transport)
-        ddpcore.distribute(trained, optimizer, make(), mesh=mesh["learners"], connection=connection)
+        ddpcore.distribute(trained, optimizer, make(), group=mesh["learners"], connection=connection)
     inputs = torch.randn(options.batch, TOKENS, WIDTH)
 
     def step() -> None:

@@ -42,7 +42,7 @@ def main() -> None:
     optimizer = FusedAdamW(model.parameters(), lr=1e-3)
     outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     strategy = ddpcore.LocalSGD(period=10, outer=outer)
-    handle = ddpcore.distribute(model, optimizer, strategy, mesh=mesh["learners"])
+    handle = ddpcore.distribute(model, optimizer, strategy, group=mesh["learners"])
 
     draw = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has samples of its own
     for _ in range(args.steps):

@@ -37,8 +37,7 @@ def distribute(
     optimizer: Optimizer,
     strategy: Strategy | Baseline,
     *,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     learners: int | None = None,
     vectorize: bool | None = None,
     connection: Connection | None = None,
@@ -52,8 +51,8 @@ def distribute(
         model: all its parameters that need a gradient must be in ``optimizer``. Compile it before this call.
         optimizer: any ``torch.optim.Optimizer``. FusedSGD averages and steps in one pass.
         strategy: a new strategy, such as ``SSGD()``, ``DPSGD(topology=...)``, ``LocalSGD(period=...)``, or a baseline.
-        group: the process group. None is the default group, and for virtual learners no group.
-        mesh: for a sharded model instead of ``group``: the learners, ranks with the same shards (docs/sharded.md).
+        group: the ranks of the learners: a process group, or a mesh of one dimension. Of a sharded model they are ranks
+            with the same shards (docs/sharded.md). None is the default group, and for virtual learners no group.
         learners: the number of virtual learners in this process (with ``group``: on each rank); None: one real learner.
         vectorize: how virtual learners run, see :class:`~ddpcore.parameters.learner_models.LearnerModels`.
         connection: transport, timeout, buckets, and what to do when a rank dies; None for the defaults.
@@ -70,12 +69,12 @@ def distribute(
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
     if isinstance(strategy, Baseline):
-        options: dict[str, Any] = {"mesh": mesh, "learners": learners, "vectorize": vectorize, "scaler": scaler}
+        options: dict[str, Any] = {"learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
-        return _baseline(model, optimizer, strategy, group, connection, options)
+        return _baseline(model, optimizer, strategy, guards.group_of(group), connection, options)
     _check(model, optimizer, strategy, policies, scaler, learners)
-    group = _group_of(learners, guards.group_of(mesh, group, learners), connection, vectorize)
-    if (shards := guards.shards_of(model, group)) is not None:
+    group = _group_of(learners, guards.group_of(group), connection, vectorize)
+    if (shards := guards.shards_of(model, group, learners)) is not None:
         guards.check_shards(strategy, connection, scaler, on_nonfinite)
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,7 @@ def check_model(model: nn.Module) -> None:
         if wrapper := wrapper_of(module):
             raise ValueError(
                 f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too: "
-                "pass the model without it to distribute(), or one of fully_shard() with mesh=; a trainer that wraps "
+                "pass the model without it to distribute(), or one of fully_shard(); a trainer that wraps "
                 "models has a way in ddpcore.integrations"
             )
     if isinstance(model, torch.jit.ScriptModule):
@@ -153,16 +154,13 @@ def undone_on_error(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
 # ---- learners larger than a rank: each is a group of ranks that hold shards of one model ----
 
 
-def group_of(mesh: Any, group: dist.ProcessGroup | None, learners: int | None) -> dist.ProcessGroup | None:
-    """The group of a mesh, if given. ValueError: it has two dimensions, or ``group=`` or ``learners=`` is given too."""
-    if mesh is None:
+def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of a mesh. ValueError: the mesh has several dimensions."""
+    if not isinstance(group, DeviceMesh):
         return group
-    if given := [name for name, value in (("group=", group), ("learners=", learners)) if value is not None]:
-        raise ValueError(f"mesh= says which ranks are learners: leave {' and '.join(given)} out")
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
-        raise ValueError(f"mesh has the dimensions {names}: pass the one of the learners, mesh['learners']")
-    found: dist.ProcessGroup = mesh.get_group()
+    if group.ndim != 1:
+        raise ValueError(f"the mesh has dimensions {group.mesh_dim_names}: pass that of the learners, mesh['learners']")
+    found: dist.ProcessGroup = group.get_group()
     return found
 
 
@@ -175,17 +173,17 @@ def layouts_of(model: nn.Module) -> list[Fact]:
     ]
 
 
-def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | None:
+def shards_of(model: nn.Module, group: dist.ProcessGroup | None, learners: int | None) -> Shards | None:
     """This rank's part of a model whose parameters are DTensors; None for a model that is whole.
 
-    ``group`` are the learners: ranks that hold the same shards of different learners; None for virtual learners.
-    ValueError: a parameter cannot be averaged over these learners.
+    ``group`` are the learners: ranks that hold the same shards of different learners. ValueError: a parameter cannot
+    be averaged over these learners, or they are virtual.
     """
     named = list(model.named_parameters())
     if not (sharded := [name for name, parameter in named if is_dtensor(parameter)]):
         return None
-    if group is None:
-        raise ValueError(f"parameter {sharded[0]} is a DTensor, virtual learners are whole: pass mesh=, no learners=")
+    if group is None or learners is not None:
+        raise ValueError(f"parameter {sharded[0]} is a DTensor, and virtual learners are whole: leave learners= out")
     for name, parameter in named:
         if not is_dtensor(parameter):
             raise ValueError(
@@ -204,7 +202,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None) -> Shards | Non
     if both := ranks.intersection(dist.get_process_group_ranks(group)) - {own}:
         raise ValueError(
             f"parameter {named[0][0]} is sharded or replicated over rank {min(both)} of another learner: shard it over "
-            "the other dimensions, fully_shard(module, mesh=mesh['shard']), and pass mesh=mesh['learners'] here"
+            "the other dimensions, fully_shard(module, mesh=mesh['shard']), and pass group=mesh['learners'] here"
         )
     for name, module in model.named_modules():
         if hasattr(module, "_get_fsdp_state") and any(one.offload_to_cpu for one in fsdp_parameters(module)):

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.base import Baseline, Traits
 
 
@@ -59,5 +60,7 @@ class DDP(Baseline):
 
     @override
     def wrap(self, model: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+        if sharded := [name for name, parameter in model.named_parameters() if is_dtensor(parameter)]:
+            raise ValueError(f"ddp trains whole models, and parameter {sharded[0]} is a DTensor: take ssgd")
         options: dict[str, Any] = {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
         return DistributedDataParallel(model, process_group=group, **options)

@@ -103,7 +103,7 @@ class SmallRun:
         size, connection = scenario.bucket_bytes, arguments.get("connection") or Connection()
         self._arguments = {
             **arguments,
-            **({} if mesh is None else {"mesh": mesh["learners"]}),
+            **({} if mesh is None else {"group": mesh["learners"]}),
             "learners": learners,
             "vectorize": None if self._is_real else False,
             "connection": replace(connection, bucket_bytes=size, first_bucket_bytes=size // 2),

@@ -1,4 +1,4 @@
-"""Learners of several ranks: FSDP2, HSDP, replicate and tensor parallelism inside ``distribute(mesh=)``."""
+"""Learners of several ranks: FSDP2, HSDP, replicate and tensor parallelism inside ``distribute``."""
 
 from __future__ import annotations
 
@@ -122,9 +122,10 @@ def test_noise_statistics_are_of_whole_learners(four):
 REFUSED = {
     "all ranks": "blocks.0.scale is sharded or replicated over rank {other} of another learner: shard it over",
     "without mesh": "blocks.0.scale is sharded or replicated over rank {beside} of another learner: shard it over",
-    "both": "mesh= says which ranks are learners: leave group= out",
-    "two dimensions": "pass the one of the learners, mesh['learners']",
-    "virtual": "blocks.0.scale is a DTensor, virtual learners are whole: pass mesh=, no learners=",
+    "rows": "blocks.0.scale is a DTensor, and virtual learners are whole: leave learners= out",
+    "two dimensions": "pass that of the learners, mesh['learners']",
+    "virtual": "blocks.0.scale is a DTensor, and virtual learners are whole: leave learners= out",
+    "baseline": "ddp trains whole models, and parameter blocks.0.scale is a DTensor",
     "partly": "blocks.1.scale is whole and blocks.0.scale a DTensor: call fully_shard on the whole model",
     "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
     "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",

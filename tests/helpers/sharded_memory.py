@@ -55,7 +55,7 @@ def beyond_fsdp(mesh: DeviceMesh) -> dict[str, float]:
         fully_shard(model, mesh=mesh["shard"])
         optimizer, connection = FusedAdamW(model.parameters()), Connection(transport="pg")
         if make is not None:
-            ddpcore.distribute(model, optimizer, make(), mesh=mesh["learners"], connection=connection)
+            ddpcore.distribute(model, optimizer, make(), group=mesh["learners"], connection=connection)
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 512)).sum().backward()

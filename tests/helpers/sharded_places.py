@@ -106,7 +106,7 @@ class Place:
 def begun(place: Place, strategy: str, optimizer: str, model: nn.Module, *, virtual: bool = False) -> Any:
     """The handle of a model that is a part of a learner, or of virtual learners."""
     made = OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
-    options = {"learners": place.num} if virtual else {"mesh": place.mesh["learners"]}
+    options = {"learners": place.num} if virtual else {"group": place.mesh["learners"]}
     return ddpcore.distribute(model, made, STRATEGIES[strategy](TOPOLOGY), **options)
 
 

@@ -103,10 +103,9 @@ def halve(parameter: torch.Tensor) -> None:
 def bits_of_plain_ranks(place: Place, strategy: str, optimizer: str) -> bool:
     """Whether learners of one rank have the bits of the same ranks without FSDP2."""
     found = []
-    for model, options in ((sharded(net(), place.mesh["shard"]), {"mesh": place.mesh["learners"]}), (net(), {})):
-        handle = ddpcore.distribute(
-            model, OPTIMIZERS[optimizer](model.parameters()), MAKERS[strategy](TOPOLOGY), **options
-        )
+    for model in (sharded(net(), place.mesh["shard"]), net()):
+        made, learners = OPTIMIZERS[optimizer](model.parameters()), place.mesh["learners"]
+        handle = ddpcore.distribute(model, made, MAKERS[strategy](TOPOLOGY), group=learners)
         place.train(handle, range(STEPS))
         found.append(weights(model))
     return all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -124,7 +123,7 @@ def beside_averages_by_hand(place: Place, feature: str, strategy: str) -> bool:
         if not by_hand:
             made = ddpcore.SSGD() if strategy == "ssgd" else ddpcore.LocalSGD(2)
             connection = Connection(transport="pg")
-            ddpcore.distribute(model, optimizer, made, mesh=place.mesh["learners"], connection=connection)
+            ddpcore.distribute(model, optimizer, made, group=place.mesh["learners"], connection=connection)
         for step in range(STEPS):
             with torch.no_grad():
                 model(place.x[step, 0])  # an evaluation leaves gathered weights
@@ -159,7 +158,7 @@ def accumulated(place: Place) -> dict[str, bool]:
         if way != "by_hand":
             connection = Connection(transport="pg")
             handle = ddpcore.distribute(
-                model, optimizer, ddpcore.SSGD(), mesh=place.mesh["learners"], connection=connection
+                model, optimizer, ddpcore.SSGD(), group=place.mesh["learners"], connection=connection
             )
         for step in range(0, STEPS, 2):
             optimizer.zero_grad()
@@ -209,7 +208,7 @@ def average_of_ties_and_teachers(place: Place) -> dict[str, Any]:
     model.blocks[0].requires_grad_(False)
     model = sharded(model, place.mesh["shard"])
     optimizer = FusedSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), mesh=place.mesh["learners"])
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), group=place.mesh["learners"])
     place.train(handle, range(2))
     with torch.no_grad():
         for parameter in model.blocks[0].parameters():
@@ -233,7 +232,7 @@ def momentum_average(place: Place) -> float:
     """Policies average momentum of shards, as of virtual learners."""
     model, other = sharded(net(), place.mesh["shard"]), net()
     handle = ddpcore.distribute(
-        model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), ddpcore.LocalSGD(2), mesh=place.mesh["learners"],
+        model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), ddpcore.LocalSGD(2), group=place.mesh["learners"],
         policies=Policies(momentum="average"),
     )  # fmt: skip
     momentum = FusedSGD(other.parameters(), lr=0.1, momentum=0.9)
@@ -257,7 +256,7 @@ def noise(place: Place, strategy: str, *, dynamic: bool) -> dict[str, list[tuple
     found: dict[str, list[tuple[float, ...]]] = {}
     for kind in ("sharded", "virtual", "refused"):
         model = sharded(net(), place.mesh["shard"]) if kind != "virtual" else net()
-        options = {"learners": place.num} if kind == "virtual" else {"mesh": place.mesh["learners"]}
+        options = {"learners": place.num} if kind == "virtual" else {"group": place.mesh["learners"]}
         optimizer = FusedSGD(model.parameters(), lr=0.1)
         handle = ddpcore.distribute(model, optimizer, MAKERS[strategy](TOPOLOGY), **options)
         if kind == "refused":
@@ -307,7 +306,7 @@ def nonfinite(place: Place, mode: str, strategy: str) -> dict[str, Any]:
     """A sample of one shard of learner 1 is not finite, in the second step."""
     model = sharded(net(), place.mesh["shard"])
     handle = ddpcore.distribute(
-        model, FusedAdamW(model.parameters(), lr=0.01), MAKERS[strategy](TOPOLOGY), mesh=place.mesh["learners"],
+        model, FusedAdamW(model.parameters(), lr=0.01), MAKERS[strategy](TOPOLOGY), group=place.mesh["learners"],
         on_nonfinite=mode,
     )  # fmt: skip
     optimizer = handle.learner.optimizer
@@ -341,37 +340,38 @@ def refused(place: Place) -> dict[str, str]:
             texts[name] += ", and weights were changed"
 
     learners, shard = mesh["learners"], mesh["shard"]
-    call("all ranks", sharded(net(), mesh._flatten()), mesh=learners)
+    call("all ranks", sharded(net(), mesh._flatten()), group=learners)
     call("without mesh", sharded(net(), shard))
-    call("both", sharded(net(), shard), mesh=learners, group=learners.get_group())
-    call("two dimensions", sharded(net(), shard), mesh=mesh)
+    call("rows", sharded(net(), shard), group=learners, learners=2)
+    call("two dimensions", sharded(net(), shard), group=mesh)
     call("virtual", sharded(net(), shard), learners=2)
+    call("baseline", sharded(net(), shard), ddpcore.DDP(), group=learners)
     model = net()
     fully_shard(model.blocks[0], mesh=shard)
-    call("partly", model, mesh=learners)
+    call("partly", model, group=learners)
     model = net()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0], process_group=shard.get_group(), device_id=CPU)
-    call("fsdp1", model, mesh=learners)
+    call("fsdp1", model, group=learners)
     model = net()
     model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0], process_group=shard.get_group())
-    call("ddp", model, mesh=learners)
+    call("ddp", model, group=learners)
     model = net()
     for block in model.blocks:
         fully_shard(block, mesh=shard)
-    call("other ranks", fully_shard(model, mesh=learners), mesh=learners)
-    call("shrink", sharded(net(), shard), mesh=learners, connection=Connection(on_failure="shrink"))
-    call("scaler", sharded(net(), shard), mesh=learners, scaler=torch.amp.GradScaler("cpu"))
-    call("quarantine", sharded(net(), shard), ddpcore.DPSGD(), mesh=learners, on_nonfinite="quarantine")
-    call("adpsgd", sharded(net(), shard), ddpcore.ADPSGD(), mesh=learners)
-    call("noisy_ssgd", sharded(net(), shard), ddpcore.NoisySSGD(0.1), mesh=learners)
-    call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh=learners)
-    call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), mesh=learners)
+    call("other ranks", fully_shard(model, mesh=learners), group=learners)
+    call("shrink", sharded(net(), shard), group=learners, connection=Connection(on_failure="shrink"))
+    call("scaler", sharded(net(), shard), group=learners, scaler=torch.amp.GradScaler("cpu"))
+    call("quarantine", sharded(net(), shard), ddpcore.DPSGD(), group=learners, on_nonfinite="quarantine")
+    call("adpsgd", sharded(net(), shard), ddpcore.ADPSGD(), group=learners)
+    call("noisy_ssgd", sharded(net(), shard), ddpcore.NoisySSGD(0.1), group=learners)
+    call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), group=learners)
+    call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), group=learners)
     model = sharded(net(), shard)
     try:
         ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
     except ValueError as error:
         texts["join"] = str(error)
-    call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), mesh=learners)
+    call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), group=learners)
     return texts
 
 

@@ -61,7 +61,7 @@ def resharded(place: Place, strategy: str, optimizer: str, folder: Path) -> dict
     if small.is_in:
         group = small.mesh.get_group("learners")
         for name, model, options in (
-            ("shards", sharded(net(), small.mesh["shard"]), {"mesh": small.mesh["learners"]}),
+            ("shards", sharded(net(), small.mesh["shard"]), {"group": small.mesh["learners"]}),
             ("plain", net(), {"group": group}),
         ):
             made = OPTIMIZERS[optimizer](model.parameters())
@@ -87,7 +87,7 @@ def refused_states(place: Place, folder: Path) -> dict[str, str]:
     def begin(strategy: str, model: nn.Module, **options: Any) -> Any:
         return ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), MAKERS[strategy](TOPOLOGY), **options)
 
-    learners, shard = {"mesh": place.mesh["learners"]}, place.mesh["shard"]
+    learners, shard = {"group": place.mesh["learners"]}, place.mesh["shard"]
     plain = begin("dpsgd", net(), learners=2)
     dcp.save({"run": RunState(plain)}, checkpoint_id=folder / f"plain-{dist.get_rank()}", no_dist=True)
     handle = begin("dpsgd_int8_stale", sharded(net(), shard), **learners)
