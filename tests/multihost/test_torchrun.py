@@ -9,24 +9,42 @@ from typing import Any
 import pytest
 import torch
 
+from ddpcore.records.study import Folder
 from helpers import forked, host_ranks, hosts, oracle, ranks
 
 pytestmark = pytest.mark.slow
 
 NUM_HOSTS, SECONDS = 2, 600.0
+STUDY = """
+title = "A tiny study"
+question = "Does it run?"
+source = "Nobody, Table 1"
+metrics = ["train_loss"]
+seeds = 1
+
+[shared]
+model = "simplenet"
+data.name = "synthetic"
+data.batch_size = 16
+run.steps = 6
+run.device = "cpu"
+strategy.learners = 4
+
+[rows]
+"ssgd" = { strategy.name = "ssgd" }
+"dpsgd" = { strategy.name = "dpsgd" }
+"""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has found."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    script = ranks.HERE / "host_ranks.py"
+def run_on_hosts(folder: Path, *words: object) -> str:
+    """``torchrun WORDS`` on each host, which must succeed. Returns what the first one printed."""
     with hosts.networks(NUM_HOSTS) as keepers:
         agents = []
         for host, keeper in enumerate(keepers):
-            place = [keeper, host, NUM_HOSTS, host_ranks.PER_HOST]
-            words = ["-m", "helpers.host_agent", *map(str, place), str(script), str(folder)]
-            agents.append(forked.start(words, ranks.log_folder(folder, host), ranks.environment(), Path.cwd()))
+            agent = ["-m", "helpers.host_agent", keeper, host, NUM_HOSTS, host_ranks.PER_HOST, *words]
+            agents.append(
+                forked.start([*map(str, agent)], ranks.log_folder(folder, host), ranks.environment(), Path.cwd())
+            )
         deadline = time.monotonic() + SECONDS
         for agent in agents:
             agent.join(max(0.0, deadline - time.monotonic()))
@@ -34,8 +52,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for agent in agents:
             agent.kill()
             agent.join()
-    logs = "".join("".join(forked.output(ranks.log_folder(folder, host))) for host in range(NUM_HOSTS))
+    logs = [forked.output(ranks.log_folder(folder, host)) for host in range(NUM_HOSTS)]
     assert codes == [0] * NUM_HOSTS, logs
+    return logs[0][0]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    run_on_hosts(folder, ranks.HERE / "host_ranks.py", folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(host_ranks.WORLD_SIZE)]
 
 
@@ -100,3 +126,18 @@ def test_hierarchies_send_less_between_hosts(found: list[dict[str, Any]]) -> Non
     for host in range(NUM_HOSTS):
         sent = counted(found, host, "pg")
         assert sent["hierarchical"][0] < 0.6 * sent["complete"][0]
+
+
+def test_a_study_runs_on_two_hosts(tmp_path: Path) -> None:
+    """All ranks share each row, and end where virtual learners do."""
+    study = tmp_path / "study.toml"
+    study.write_text(STUDY)
+    words = ["-m", "ddpcore.experiments", "run", study]
+    text = run_on_hosts(tmp_path, *words, "--out", tmp_path / "hosts")
+    assert "ssgd, seed 0, 4 processes on 2 hosts: train_loss" in text
+    ranks.succeeds(*words, "--out", tmp_path / "virtual")
+    real, virtual = (Folder(tmp_path / name).results() for name in ("hosts", "virtual"))
+    assert set(real) == set(virtual) == {("ssgd", 0), ("dpsgd", 0)}
+    for key, result in real.items():
+        assert result["place"] == "4 processes on 2 hosts"
+        assert result["metrics"]["train_loss"] == pytest.approx(virtual[key]["metrics"]["train_loss"], rel=1e-5)
