@@ -15,7 +15,7 @@ from ddpcore.records.study import CURVES
 SHARE = 0.2  # the first and the last fifth of a run are "early" and "late"
 MAX_POINTS = 60  # of a curve
 LEARNED = 0.9  # of ln(classes), the loss of guessing: below, a run has begun to learn
-NOISES = ("noise", "landscape_noise", "landscape_upright")
+NOISES = ("noise", "landscape_noise", "landscape_upright", "hessian_noise")
 FLATNESS = ("hessian_eigenvalue", "relative_eigenvalue", "relative_trace", "loss_increase")
 
 
@@ -90,8 +90,8 @@ def _statistics(record: RunRecord) -> dict[str, float | None]:
         "effective_lr_early": _rate(early),
         "effective_lr_late": _rate(late),
         "effective_lr_min": min((line["effective_lr"] for line in lines), default=None),
-        **{f"{name}_early": _mean([line[name] for line in early]) for name in NOISES},
-        **{f"{name}_late": _mean([line[name] for line in late]) for name in NOISES},
+        **{f"{name}_early": _mean([line[name] for line in early if line[name] is not None]) for name in NOISES},
+        **{f"{name}_late": _mean([line[name] for line in late if line[name] is not None]) for name in NOISES},
         "noise_scale": scales[-1] if scales else None,
         "full_loss": lines[-1]["loss"] if lines else None,
         "escape_step": below[0] if below else None,
@@ -128,7 +128,7 @@ def _measured(record: RunRecord) -> list[dict[str, float]]:
             "step": step,
             "effective_lr": dynamics["effective_lr"] / dynamics["lr"],
             "loss": dynamics["full_loss"],
-            **{name: dynamics[name] for name in ("grad_squared", *NOISES)},
+            **{name: dynamics.get(name) for name in ("grad_squared", *NOISES)},
         }
         for step, dynamics in valid
         if dynamics["lr"] and None not in (dynamics["effective_lr"], dynamics["full_loss"])

@@ -19,8 +19,8 @@ _TOPOLOGY = "strategy.topology"
 _PARTS = ("strategy", _TOPOLOGY, "model", "data", "optimizer")  # their values name themselves
 _MAIN = (*_PARTS[:2], "strategy.learners", *_PARTS[2:4], "data.batch_size", "optimizer", "optimizer.lr")
 _MORE = ("data.shards", "run.epochs", "run.steps")
-# Fields of every config; the other keys are options of parts. Version 0.2 had all but two.
-_FIELDS = {*KEYS_0_2.values(), "data.learners_batch", "data.balance"} - {_TOPOLOGY}
+# Fields of every config; the other keys are options of parts. Version 0.2 had all but three.
+_FIELDS = {*KEYS_0_2.values(), "data.learners_batch", "data.balance", "run.statistics_hessian"} - {_TOPOLOGY}
 RESULTS = {"accuracy": max, "loss": min, "train_loss": min}  # what a run has reached, and which value is better
 
 

@@ -51,7 +51,9 @@ def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:
     rows = []
     for group in order:
         results = [spread_of(group.values(name)) for name in columns.values()]
-        rows.append([group.name, *results, str(len(group.runs)), _states(group)])
+        counts = Counter(map(state_of, group.runs)).items()
+        states = ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts)
+        rows.append([group.name, *results, str(len(group.runs)), states])
     of_runs, each = {run.path: group.name for group in groups for run in group.runs}, []
     for run in runs:
         seed, date = text_of(get(run.header["config"], "run.seed")), text_of(run.header.get("date"))
@@ -70,11 +72,6 @@ def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:
 
 def _last(run: Run) -> dict[str, Any]:
     return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
-
-
-def _states(group: Group) -> str:
-    counts = Counter(map(state_of, group.runs))
-    return ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts.items())
 
 
 def _where(runs: Sequence[Run]) -> TableData:

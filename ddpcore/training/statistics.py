@@ -44,6 +44,7 @@ class Measurements:
                 batch_size=size,
                 loss=lambda: _loss_of(trainer, trainer.parts()),
                 full_loss=lambda: _loss_of(trainer, all_parts),
+                hessian=run.statistics_hessian,
                 full_loss_of="the training set" if is_all else f"a part of the training set, {num} samples",
                 per_segment=False,
                 full_batch=None if batches.drop_last else lambda: trainer.indices().shape[1] == size,

@@ -24,6 +24,7 @@ CONFIG = TrainConfig.from_dict(
 
 def line(step: int, effective_lr: float | None, loss: float, valid: bool = True) -> dict[str, Any]:
     noises = {"noise": step * 1.0, "landscape_noise": 0.25, "landscape_upright": 0.125}
+    noises |= {"hessian_noise": 0.5} if step % 20 else {"hessian_noise": None}
     moves = {"lr": 0.5, "effective_lr": effective_lr, "full_loss": loss, "grad_squared": 100.0 / step, **noises}
     return {"kind": "statistics", "step": step, "valid": valid, "dynamics": moves}
 
@@ -63,6 +64,7 @@ def test_early_late_and_escape() -> None:
     assert (seen["noise_early"], seen["noise_late"]) == (15.0, 95.0)
     assert (seen["landscape_noise_early"], seen["landscape_noise_late"]) == (0.25, 0.25)
     assert (seen["landscape_upright_early"], seen["landscape_upright_late"]) == (0.125, 0.125)
+    assert (seen["hessian_noise_early"], seen["hessian_noise_late"]) == (0.5, 0.5), "where it was measured"
     assert seen["full_loss"] == pytest.approx(0.0)
     assert seen["escape_step"] == 50, "0.5 is the first below 0.55"
     assert seen["error_pct"] == 25.0
