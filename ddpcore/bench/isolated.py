@@ -35,8 +35,7 @@ def bucket_bytes(one: Contender) -> list[int]:
         return [_ITEMSIZE * (end - begin) for begin, end in learner.flat.buckets]
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     logged = model._get_ddp_logging_data()
-    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"])
-    return [int(size) for size in sizes.split(",")]
+    return [int(size) for size in str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(",")]
 
 
 def message_bytes(one: Contender) -> list[int]:

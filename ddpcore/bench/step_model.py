@@ -77,8 +77,7 @@ def predict(compute: Compute, steps: Sequence[Step], *, cores: float, background
     starts only when they wait for it.
     """
     path = fmean(_longest_chain(compute, step, background) for step in steps)
-    work = compute.cpu + fmean(step.cpu for step in steps)
-    return max(path, work / cores)
+    return max(path, (compute.cpu + fmean(step.cpu for step in steps)) / cores)
 
 
 def _longest_chain(compute: Compute, step: Step, background: bool) -> float:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.fabric import ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
-from ddpcore.comm.groups import TIMEOUT_SECONDS, check_timeout, gather_objects
+from ddpcore.comm.groups import TIMEOUT_SECONDS, backends_of, check_timeout, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, Roll
 from ddpcore.comm.mixed import MixedCommunicator
@@ -198,7 +198,7 @@ def _connect_elastic(
         except coordination.Unreachable:
             if transport != "auto":
                 raise
-    roll, kind = Roll(new_run(group, timeout), timeout), str(dist.get_backend(group))
+    roll, kind = Roll(new_run(group, timeout), timeout), backends_of(group)[device.type]
     fabric = ProcessGroupFabric(roll, kind, device) if coordinator is None else SharedMemoryFabric(roll, coordinator)
     fabric.take(ids[dist.get_rank(group)], ids)
     return ElasticCommunicator(fabric, first=0 if membership is None else membership.first)

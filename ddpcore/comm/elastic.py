@@ -243,8 +243,7 @@ class _ElasticExchange(Exchange):
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        members = self._comm._agree(self._operation)
-        self._round = self._operation.round_of(members)
+        self._round = self._operation.round_of(self._comm._agree(self._operation))
         rows = self._comm._fabric.rows(self._operation, self._round.sources)
         self._comm._fabric.done(self._operation)
         return rows

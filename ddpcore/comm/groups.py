@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,11 @@ def time_limit(group: dist.ProcessGroup, seconds: float) -> Iterator[None]:
         group.set_timeout(before)
 
 
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend of each type of device. ``dist.get_backend`` does not know it if the program has named none."""
+    return {one.type: group._get_backend(one).name() for one in group._device_types}
+
+
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
@@ -69,7 +75,7 @@ class Call(AbstractContextManager[None]):
     ) -> None:
         self._rank = dist.get_rank(group)
         others = range(dist.get_world_size(group)) if peers is None else peers
-        self._what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
+        self.what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
         self._group, self._timeout = group, None if timeout is None else timedelta(seconds=timeout)
 
     def __enter__(self) -> None:
@@ -77,10 +83,10 @@ class Call(AbstractContextManager[None]):
         if self._timeout is not None:
             self._group.set_timeout(self._timeout)
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, moved: Tensor) -> None:
         """Wait inside the call. gloo takes the limit of a message here, and NCCL's works have it from their start."""
         with self:
-            if self._timeout is not None and dist.get_backend(self._group) == "gloo":
+            if self._timeout is not None and backends_of(self._group)[moved.device.type] == "gloo":
                 work.wait(self._timeout)
             else:
                 work.wait()
@@ -94,7 +100,7 @@ class Call(AbstractContextManager[None]):
             if _LATE.search(str(error)):
                 reason = f"did not come within {seconds:g} s: see what it does, or give a longer timeout"
             raise RuntimeError(
-                f"{self._what} failed on rank {self._rank}: a rank of {self._peers} {reason} ({first})"
+                f"{self.what} failed on rank {self._rank}: a rank of {self._peers} {reason} ({first})"
             ) from error
 
 
@@ -145,10 +151,29 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
-def gather_objects(group: dist.ProcessGroup, value: object, what: str, timeout: float | None = None) -> list[Any]:
-    """Return the values of all ranks, in the order of the ranks. Collective. ``what`` names it in an error."""
+def meet(group: dist.ProcessGroup, what: str) -> None:
+    """Over gloo, wait for all ranks before a call outside a step, which would add numbers of another one. Collective.
+
+    ValueError: another rank makes another such call. RuntimeError: it does not come, as where it trains.
+    """
+    if backends_of(group).get("cpu") != "gloo":
+        return
+    gloo: Any = group._get_backend(torch.device("cpu"))
+    gloo.barrier().wait()
+    own = torch.tensor([crc32(what.encode())], device="cpu")
+    everyone = own.new_empty(group.size())
+    group.allgather([[*everyone.split(1)]], [own]).wait()
+    if others := (everyone != own).nonzero().flatten().tolist():
+        raise ValueError(f"{what} on this rank meets another call on rank {others}: use one order on all ranks")
+
+
+def gather_objects(group: dist.ProcessGroup | None, value: Any, what: str, timeout: float | None = None) -> list[Any]:
+    """Return the values of all ranks, by rank; None is one process. Collective. ``what`` names it in an error."""
+    if group is None:
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     with Call(group, what, timeout=timeout):
+        meet(group, what)
         dist.all_gather_object(values, value, group=group)
     return values
 

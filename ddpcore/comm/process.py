@@ -20,10 +20,12 @@ from ddpcore.comm.groups import (
     TIMEOUT_SECONDS,
     Call,
     at,
+    backends_of,
     check_has_average,
     check_timeout,
     default_group,
     gather_objects,
+    meet,
     own_client,
     own_group,
     size_of,
@@ -51,14 +53,14 @@ def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Wor
 
     def end() -> None:
         nonlocal sent
-        call.wait(work)
+        call.wait(work, row)
         del sent  # it was needed until it has arrived
         mean = row.new_empty(share)  # the last share may be shorter, and the gathering takes equal ones
         mean[:own] = sum_of(received.view(num, own)).div_(num)
         everyone = row.new_empty(num * share)
         with call:
             gathering = group._allgather_base(_bytes(everyone), _bytes(mean))
-        call.wait(gathering)
+        call.wait(gathering, row)
         row.copy_(everyone[:numel])
 
     return Work(end)
@@ -98,10 +100,9 @@ class ProcessGroupCommunicator(Communicator):
         self.num_learners, self.timeout = num_rows * self.num_ranks, timeout
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         self.transport = "pg" if num_rows == 1 else "grid"
-        backend = dist.get_backend(self.group)
+        self._backends = backends_of(self.group)
         kind = f"{num_rows} virtual learners on each of {self.num_ranks} ranks" if num_rows > 1 else "torch.distributed"
-        self.description = f"{kind}, {backend}"
-        self._is_gloo = backend == "gloo"
+        self.description = ", ".join((kind, *dict.fromkeys(self._backends.values())))
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._groups: dict[int, tuple[dist.ProcessGroup, range, str]] = {}  # of this rank by size, and ranks and words
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
@@ -111,9 +112,9 @@ class ProcessGroupCommunicator(Communicator):
 
     def _finish(self, number: int) -> None:
         """Wait for an exchange, unless that was done: gloo would wait for a second message."""
-        works, _ = self._unfinished.pop(number, ([], []))
+        works, moved = self._unfinished.pop(number, ([], []))
         for what, peers, work in works:
-            self._call(what, peers).wait(work)
+            self._call(what, peers).wait(work, moved[0])
 
     def _call(self, what: str, peers: Iterable[int] | None = None) -> Call:
         return Call(self.group, what, peers, self.timeout)
@@ -133,9 +134,7 @@ class ProcessGroupCommunicator(Communicator):
             return
         num = size // self.num_rows
         ranks = range(first := self.rank // num * num, first + num)
-        known = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        backends = {one.type: known[one.type] for one in self.group._device_types}
-        group = self._own_group(ranks, backends, f"the set-up of groups of {size}")
+        group = self._own_group(ranks, self._backends, f"the set-up of groups of {size}")
         self._groups[size] = group, ranks, f" in a group of {size}"
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
@@ -171,10 +170,10 @@ class ProcessGroupCommunicator(Communicator):
         everyone = self.group, range(self.num_ranks), ""
         group, ranks, whose = everyone if num == self.num_learners else self._groups[num]
         call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
-        if step is None and self._is_gloo:  # gloo would add the average of a step on a rank that has more batches
+        if step is None:
             with call:
-                group.barrier().wait()
-        if self._is_gloo and is_gathered(rows[0], num):
+                meet(group, call.what)
+        if self._backends[rows.device.type] == "gloo" and is_gathered(rows[0], num):
             gathered = rows.new_empty((len(ranks), self.num_rows, rows.shape[1]))
             self.bytes_sent += average_bytes(rows[0], num)
             with call:
@@ -191,7 +190,7 @@ class ProcessGroupCommunicator(Communicator):
             terms = total[None]
 
         def end() -> None:
-            call.wait(work)
+            call.wait(work, rows)
             mean = (terms[0] if len(terms) == 1 else sum_of(terms)).div_(num)  # one term is the sum already
             if mean.data_ptr() != rows.data_ptr():
                 rows.copy_(mean)

@@ -170,8 +170,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         self._begin(step)
         self.bytes_sent += (self.num_learners - 1) * rows[0].nbytes
         for columns in rows.split(COLUMNS, dim=1):
-            living = [columns[row] for row in self.membership.members]
-            columns.copy_(sum_of(living).div_(self.num_learners))
+            columns.copy_(sum_of([columns[row] for row in self.membership.members]).div_(self.num_learners))
         return Work()
 
     @override

@@ -88,8 +88,7 @@ def _crop(images: Tensor, padding: int, top_B: Tensor, left_B: Tensor) -> Tensor
     row_starts = padded.flatten().unfold(0, width, 1)  # a view: row i begins at element i
     planes_BC = torch.arange(num_images * channels, device=images.device).view(num_images, channels)
     rows_BCH = (planes_BC * padded.shape[2] + top_B[:, None])[:, :, None] + torch.arange(height, device=images.device)
-    starts_BCH = rows_BCH * padded.shape[3] + left_B[:, None, None]
-    return row_starts.index_select(0, starts_BCH.flatten()).view(images.shape)
+    return row_starts.index_select(0, (rows_BCH * padded.shape[3] + left_B[:, None, None]).flatten()).view(images.shape)
 
 
 def random_bits(seed: int, epoch: int, samples: Tensor) -> Tensor:

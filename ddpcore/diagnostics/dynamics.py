@@ -119,8 +119,7 @@ def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int)
     eigenvector u of this matrix gives the direction ``sum_j u_j (w_j - w_a)``. That of an eigenvalue of zero is zeros.
     """
     n = comm.num_learners
-    products = covariance_products(weights_LP, mean_P, comm)
-    values, vectors = torch.linalg.eigh(products)
+    values, vectors = torch.linalg.eigh(covariance_products(weights_LP, mean_P, comm))
     values, vectors = values.flip(0)[:num].clamp_min(0.0), vectors.flip(1)[:, :num]
     values[n - 1 :] = 0.0  # the deviations sum to zero, so the other eigenvalues are rounding errors
     deviation_LP = weights_LP - mean_P
@@ -128,8 +127,7 @@ def directions(weights_LP: Tensor, mean_P: Tensor, comm: Communicator, num: int)
     for k, (value, vector) in enumerate(zip(values.tolist(), vectors.T, strict=True)):
         if value <= 0.0:
             continue
-        share = vector[list(comm.learners)].to(deviation_LP) * n
-        rows_LP = share[:, None] * deviation_LP
+        rows_LP = (vector[list(comm.learners)].to(deviation_LP) * n)[:, None] * deviation_LP
         comm.average_(rows_LP).wait()
         result[k] = rows_LP[0] / rows_LP[0].norm().clamp_min(torch.finfo(rows_LP.dtype).tiny)
     return values / n**2, result

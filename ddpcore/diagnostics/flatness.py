@@ -105,5 +105,4 @@ def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, sta
     with extra("train"):
         from scipy.sparse.linalg import LinearOperator, eigsh  # noqa: PLC0415  only the flatness needs scipy
     operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)
-    values = eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)
-    return float(values[0])
+    return float(eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)[0])

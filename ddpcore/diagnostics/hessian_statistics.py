@@ -225,8 +225,7 @@ def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
     """Whether the weights of all learners are equal. Collective."""
     first_LP = weights_LP.clone()
     learner.comm.broadcast_(first_LP)
-    same_L = (first_LP == weights_LP).all(dim=1)
-    return bool(learner.comm.gather(same_L.double()).all())
+    return bool(learner.comm.gather((first_LP == weights_LP).all(dim=1).double()).all())
 
 
 def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:

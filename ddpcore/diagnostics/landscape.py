@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddpcore.comm.groups import gather_objects
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.spectra import Eigenvalues, NotConverged, NotFinite
@@ -189,7 +190,7 @@ def landscape(
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)
     surface.marks.update(plane.marks)
-    everyone = _gathered(group, (surface.settings, surface.x.tolist(), surface.y.tolist()))
+    everyone = gather_objects(group, (surface.settings, surface.x.tolist(), surface.y.tolist()), "a landscape")
     if any(one != everyone[0] for one in everyone):  # otherwise they would mix their points
         raise ValueError("the ranks have another plane, data or coordinates: give all of them the same")
     path = None if out is None else Path(out)
@@ -203,28 +204,18 @@ def landscape(
 
 def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:
     """Take the points of the file of rank 0: other ranks may have none."""
-    state: list[Any] = [None]
+    state: Any = None
     if (group is None or dist.get_rank(group) == 0) and path.exists():
         try:
             surface.resume(read_surface(path), path)
-            state = [(surface.values, surface.done)]
+            state = surface.values, surface.done
         except (ValueError, OSError) as error:
-            state = [error]
-    if group is not None:
-        dist.broadcast_object_list(state, group_src=0, group=group)
-    if isinstance(state[0], Exception):
-        raise state[0]
-    if state[0] is not None:
-        surface.values, surface.done = state[0]
-
-
-def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """The values of all ranks."""
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
+            state = error
+    state = gather_objects(group, state, "the points of a landscape")[0]
+    if isinstance(state, Exception):
+        raise state
+    if state is not None:
+        surface.values, surface.done = state
 
 
 def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
@@ -245,7 +236,7 @@ def _fill(surface: Surface, values_at: ValuesAt, path: Path | None, group: dist.
             for first in range(0, len(chunks), num_ranks):
                 own = chunks[first + rank] if first + rank < len(chunks) else missing[:0]
                 found = values_at([surface.point(index) for index in own])
-                for indices, values in _gathered(group, (own.tolist(), found)):
+                for indices, values in gather_objects(group, (own.tolist(), found), "a landscape"):
                     surface.store(indices, values)
                     progress.advance(len(indices), "")
                 if path is not None and rank == 0 and time.monotonic() - saved > SAVE_SECONDS:

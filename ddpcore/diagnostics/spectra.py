@@ -57,8 +57,7 @@ class Operator:
 
     def signs(self, num: int, generator: torch.Generator) -> Tensor:
         """Random vectors ``[num, P]`` of elements 1 and -1. The same on every device."""
-        draws = torch.randint(2, (num, self.numel), generator=generator, device="cpu")
-        return (draws * 2.0 - 1).to(self.like)
+        return (torch.randint(2, (num, self.numel), generator=generator, device="cpu") * 2.0 - 1).to(self.like)
 
     def directions(self, num: int, generator: torch.Generator) -> Tensor:
         """Random unit vectors ``[num, P]``. None lies in the null space of a matrix that is not zero, as signs may."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ddpcore.comm.groups import Call, meet, size_of
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
 from ddpcore.parameters.learner_models import LearnerModels
 
@@ -163,5 +164,7 @@ def _checked(inputs: Any, targets: Any) -> int:
 def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> Tensor:
     """The sum over the ranks of a group, in place; None is one process. One all-reduce."""
     if group is not None:
-        dist.all_reduce(values, group=group)
+        with Call(group, what := f"a sum of {size_of(values)} over ranks"):
+            meet(group, what)
+            dist.all_reduce(values, group=group)
     return values

@@ -39,8 +39,7 @@ def pdf_of(chart: Chart) -> bytes:
 def picture_of(chart: Chart, kind: str, metadata: dict[str, Any]) -> bytes:
     """The chart as a file of this kind."""
     figure = Figure(figsize=(3.6 if chart.kind == "network" else 7.2, height_of(chart)), layout="constrained")
-    axes = figure.subplots()
-    draw(axes, chart)
+    draw(figure.subplots(), chart)
     out = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context({"svg.hashsalt": "ddpcore", "path.simplify_threshold": 0.5}):
         warnings.simplefilter("ignore")  # of letters that its font lacks, and of huge numbers

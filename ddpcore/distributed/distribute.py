@@ -146,8 +146,7 @@ def _make_learner(
     )
     _add_learners(optimizer, models)
     kept = None if strategy.topology is None else strategy.topology.kept_weights(comm.num_learners)
-    shares = None if kept is None else torch.from_numpy(kept)
-    return Learner(flat, comm, optimizer, models, shares=shares)
+    return Learner(flat, comm, optimizer, models, shares=None if kept is None else torch.from_numpy(kept))
 
 
 def join(

@@ -446,7 +446,7 @@ class _ForwardHook(_Hook):
         ran = self._ran[buckets is not None and buckets.paused]
         is_new = self._is_inside or not ran or id(module) in ran
         if id(module) in ran and buckets is not None and not buckets.paused:  # a learner may call its model repeatedly
-            is_new = models.index(module) not in buckets.lacking_rows
+            is_new = not buckets.lacking_rows  # else a backward pass of a learner that had one begins anew
         if is_new:
             ran.clear()
         ran |= set(map(id, models)) if self._is_inside else {id(module)}

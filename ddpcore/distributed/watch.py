@@ -286,7 +286,8 @@ class LoopWatch:
                 raise RuntimeError(
                     f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
                     "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
-                    "for each of handle.models (checkpoints need use_reentrant=False)"
+                    "for each of handle.models (no_sync() for all of its backward passes but the last; checkpoints: "
+                    "use_reentrant=False)"
                 )
         if not is_capturing(flat.param_LP):
             check_norms(self._norms, self._rows())
@@ -376,7 +377,7 @@ class LoopWatch:
         places = zip(flat.names * flat.num_rows, *found, flat.param_pointers, self._sizes, strict=True)
         name = next(name for name, *own, pointer, size in places if own != [pointer, size])
         raise RuntimeError(
-            f"parameter {name} has left the flat buffer (.to(), .data = or vector_to_parameters): change weights in "
+            f"parameter {name} has left the flat buffer (.to(), .data =, prune.remove or vector_to_parameters): change weights in "
             "place, with copy_"
         )
 

@@ -41,8 +41,7 @@ class ResNet(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
-        features = self.blocks(self.stem(inputs))
-        return self.head(features.mean(dim=(2, 3)))
+        return self.head(self.blocks(self.stem(inputs)).mean(dim=(2, 3)))
 
 
 class ResNet18(ResNet):
@@ -138,8 +137,7 @@ class SENet18(ImageChain):
     ) -> None:
         check_stages(blocks, widths)
         stem = conv_norm_relu(input_shape[0], widths[0], 3)
-        layers = stages(PreActivationBlock, widths[0], blocks, widths)
-        super().__init__([*stem, *layers], widths[-1], num_classes)
+        super().__init__([*stem, *stages(PreActivationBlock, widths[0], blocks, widths)], widths[-1], num_classes)
 
 
 class PreActivationBlock(nn.Module):
@@ -163,8 +161,7 @@ class PreActivationBlock(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
         active = self.activation(inputs)
-        carried = inputs if self.projection is None else self.projection(active)
-        return self.residual(active) + carried
+        return self.residual(active) + (inputs if self.projection is None else self.projection(active))
 
 
 def stages(

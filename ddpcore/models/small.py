@@ -61,8 +61,7 @@ class MnistCNN(Chain):
         super().__init__()
         channels, height, width = input_shape
         convolution = nn.Conv2d(channels, 16, kernel_size=3, padding=1)
-        logits = nn.Linear(16 * height * width, num_classes)
-        self.layers = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), logits)
+        self.layers = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Linear(16 * height * width, num_classes))
 
 
 class SimpleCNN(Chain):

@@ -62,8 +62,7 @@ class ViT(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits of a batch."""
-        tokens = self.blocks(self.embed(inputs))
-        return self.head(self.norm(tokens[:, 0]))
+        return self.head(self.norm(self.blocks(self.embed(inputs))[:, 0]))
 
 
 class PatchEmbedding(nn.Module):
@@ -190,5 +189,4 @@ class DropPath(nn.Module):
         """[B, ...] to the same shape, with the same expectation."""
         if self.share == 0 or not self.training:
             return branch
-        kept = F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.share)
-        return branch * kept
+        return branch * F.dropout(branch.new_ones(len(branch), *[1] * (branch.ndim - 1)), self.share)

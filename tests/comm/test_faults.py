@@ -116,6 +116,14 @@ def test_a_call_outside_a_step_meets_no_average_of_a_step(
         assert output.count("\n") == 1
 
 
+def test_ranks_that_make_two_calls_of_one_size_in_another_order(outcome: Callable[..., Outcome]) -> None:
+    """Their numbers would be added to each other's, over gloo without a word."""
+    average, product = "an average of 8192 float32", "a sum of 8192 float32 over ranks"
+    outputs = [output for _, output in outcome(trials.calls_in_another_order, 2)]
+    end = "on this rank meets another call on rank [{}]: use one order on all ranks\n"
+    assert outputs == [f"ValueError: {average} {end.format(1)}", f"ValueError: {product} {end.format(0)}"]
+
+
 def test_a_rank_that_does_not_call_distribute(outcome: Callable[..., Outcome]) -> None:
     output = outcome(trials.does_not_come, 2, 0.5)[0][1]
     text = "the check that all ranks train the same failed on rank 0: a rank of [1] did not come within 0.5 s"

@@ -108,6 +108,39 @@ def test_several_calls_of_each_model_before_its_backward_pass(optimizer_name: st
         training.assert_near(row, training.flat_weights(plain))
 
 
+def test_a_call_after_the_backward_pass_of_one_learner() -> None:
+    """As a loop that counts correct answers, outside of no_grad, before the passes of other learners."""
+    model, plain = training.mlp(), training.mlp()
+    optimizer, twin = (training.OPTIMIZERS["sgd"](one.parameters()) for one in (model, plain))
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
+    for step in range(3):
+        inputs, labels = training.samples(2, 6, seed=step)
+        optimizer.zero_grad()
+        for one, own, wanted in zip(handle.models, inputs, labels, strict=True):
+            F.cross_entropy(one(own), wanted).backward()
+            one(own)
+        optimizer.step()
+        twin.zero_grad()
+        F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+        twin.step()
+    for row in training.weights_of_learners(handle):
+        training.assert_near(row, training.flat_weights(plain))
+
+
+def test_two_backward_passes_of_each_learner_name_no_sync() -> None:
+    """As on generated and on real samples: all gradients of learner 1 but those of its first pass are its own."""
+    model = training.mlp()
+    optimizer = training.OPTIMIZERS["sgd"](model.parameters())
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
+    for one in handle.models:
+        for sign in (1, -1):
+            one(sign * torch.ones(4, 5)).square().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"learner 1 alone were changed .* \(no_sync\(\) for all of its backward passes"
+    ):
+        optimizer.step()
+
+
 def test_a_learner_that_began_again_after_an_error_has_a_new_pass() -> None:
     """Learner 1 fails in its second call. The loop begins again with learner 0, whose first gradients do not count."""
     model, plain = training.mlp(), training.mlp()

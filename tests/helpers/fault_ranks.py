@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator
+from ddpcore.diagnostics import DataLoss, Hessian
 from ddpcore.optim import FusedSGD
 from helpers.connection import connected
 from helpers.shared_memory_ranks import main
@@ -192,7 +194,24 @@ def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy:
         outputs = handle.model(inputs.expand(learners, 8, 5) if learners else inputs)
         handle.backward(outputs.square().mean(dim=(-2, -1)))
         optimizer.step()
-    getattr(handle, call)()
+    if call == "DataLoss":
+        DataLoss(model, F.mse_loss, [(torch.ones(8, 5), torch.ones(8, 3))], group=dist.group.WORLD)
+    elif call == "distribute":
+        again = nn.Linear(5, 3)
+        ddpcore.distribute(again, FusedSGD(again.parameters(), lr=0.1), STRATEGIES[strategy]())
+    else:
+        getattr(handle, call)()
+
+
+def calls_in_another_order(rank: int) -> None:
+    """Rank 0 averages models and then takes a product of a Hessian, of as many numbers. Rank 1 does the reverse."""
+    model = nn.Linear(512, 16, bias=False)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(transport="pg"))
+    hessian = Hessian(model, lambda: model(torch.ones(2, 512)).square().mean(), group=dist.group.WORLD)
+    calls = [handle.evaluation_model, lambda: hessian.product(torch.ones(hessian.numel))]
+    for call in calls[:: 1 - 2 * rank]:
+        call()
 
 
 def does_not_come(rank: int, seconds: float) -> None:
@@ -248,7 +267,10 @@ FEWER = ((None, "shm"), (None, "pg"), (2, "auto"))  # learners of a rank, transp
 CALLS = {
     "evaluation_model": " average of 32 float32",
     "slow_ranks": " average of 1 float64",
+    "DataLoss": "a sum of 1 int64 over ranks",
+    "distribute": "the check that all ranks train the same",
 }  # words of errors
+OF_HANDLE = ("evaluation_model", "slow_ranks")
 
 
 def dies_in_training(rank: int, transport: str, strategy: str) -> None:
@@ -293,7 +315,14 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     *((is_late, 2, transport, strategy, 1.5) for transport in ("shm", "pg") for strategy in LATE),
     *((is_late, 2, transport, "ssgd", seconds) for transport in ("shm", "pg") for seconds in (-1.0, 0.0)),
     (does_not_come, 2, 0.5),
-    *((has_fewer_batches, 2, *place, strategy, call) for place in FEWER for strategy in STRATEGIES for call in CALLS),
+    *(
+        (has_fewer_batches, 2, *place, strategy, call)
+        for place in FEWER
+        for strategy in STRATEGIES
+        for call in OF_HANDLE
+    ),
+    *((has_fewer_batches, 2, None, "pg", "ssgd", call) for call in CALLS if call not in OF_HANDLE),
+    (calls_in_another_order, 2),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in DYING),
     *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),

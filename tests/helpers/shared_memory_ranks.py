@@ -327,7 +327,7 @@ def run_rank(trial: tuple[Any, ...], rank: int, folder: Path) -> None:
     os.dup2(1, 2)
     function, world_size, *arguments = trial
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(store=store, rank=rank, world_size=world_size)
     try:
         function(rank, *arguments)
     except Exception as error:

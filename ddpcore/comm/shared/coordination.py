@@ -333,8 +333,7 @@ def _write(control: mmap.mmap, offset: int, content: bytes, num_bytes: int) -> N
 
 
 def _read(control: mmap.mmap, offset: int) -> bytes:
-    length = int.from_bytes(control[offset : offset + 2], "little")
-    return control[offset + 2 : offset + 2 + length]
+    return control[offset + 2 : offset + 2 + int.from_bytes(control[offset : offset + 2], "little")]
 
 
 class Flags:
