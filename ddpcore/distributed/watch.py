@@ -377,8 +377,8 @@ class LoopWatch:
         places = zip(flat.names * flat.num_rows, *found, flat.param_pointers, self._sizes, strict=True)
         name = next(name for name, *own, pointer, size in places if own != [pointer, size])
         raise RuntimeError(
-            f"parameter {name} has left the flat buffer (.to(), .data =, prune.remove or vector_to_parameters): change weights "
-            "in place, with copy_"
+            f"parameter {name} has left the flat buffer (.to(), .data =, prune.remove or vector_to_parameters): change "
+            "weights in place, with copy_"
         )
 
     def _check_optimized(self) -> None:
