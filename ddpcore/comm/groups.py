@@ -152,9 +152,10 @@ def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def meet(group: dist.ProcessGroup, what: str) -> None:
-    """Over gloo, wait for all ranks before a call outside a step, which would add numbers of another one. Collective.
+    """Over gloo, wait until all ranks make this call, because gloo could add the numbers of another call. Collective.
 
-    ValueError: another rank makes another such call. RuntimeError: it does not come, as where it trains.
+    For calls outside a step. ValueError: a rank makes another such call. RuntimeError: a rank does not come, as when
+    it trains.
     """
     if backends_of(group).get("cpu") != "gloo":
         return
@@ -164,7 +165,7 @@ def meet(group: dist.ProcessGroup, what: str) -> None:
     everyone = own.new_empty(group.size())
     group.allgather([[*everyone.split(1)]], [own]).wait()
     if others := (everyone != own).nonzero().flatten().tolist():
-        raise ValueError(f"{what} on this rank meets another call on rank {others}: use one order on all ranks")
+        raise ValueError(f"{what} on this rank meets another call on ranks {others}: use one order on all ranks")
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: Any, what: str, timeout: float | None = None) -> list[Any]:

@@ -190,7 +190,7 @@ class Distributed:
         """
         device, num_rows = next(self.model.parameters()).device, len(self.comm.learners)
         rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu").to(device)
-        self._average_of(rows_LX[:, :1])  # meets no step; over gloo the gathering alone could meet the average of one
+        self._average_of(rows_LX[:, :1])  # waits for all ranks: over gloo a gathering could meet an average
         everyone = self.comm.gather(rows_LX)[::num_rows].tolist()
         self.phases.restart()
         ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members

@@ -151,7 +151,7 @@ def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
 
 
 def _time_left(job: Job, left: int, processes: int = 1) -> OnRecord:
-    """Says after the first epoch of a run how long it and the later ones take in several processes."""
+    """A function that prints, after the first epoch of a run, how long that run and the later ones take."""
 
     def say(row: dict[str, Any]) -> None:
         if row["kind"] == "epoch" and row["epoch"] == 1 and left > 1:

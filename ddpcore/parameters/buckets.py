@@ -156,7 +156,7 @@ class GradientBuckets:
         if self.waits and self._is_open:
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed, or inside another one, so its "
-                "gradients are wrong: call zero_grad() and the model again, with use_reentrant=False"
+                "gradients are wrong: call zero_grad() and the model again; checkpoints need use_reentrant=False"
             )
         self._pass, self._takes = current, self._in_place()  # whether large gradients of this pass stay where they lie
         if is_new:

@@ -299,7 +299,7 @@ class RunConfig(Section):
     recalibration_batches: int = field(32, "training batches for the batch normalization ``recalibrate``", least=1)
     statistics_every: int = field(0, "steps between records of ``NoiseStatistics``; 0: no statistics", least=0)
     statistics_samples: int | None = field(None, "training samples for its full loss; None: all", least=1)
-    statistics_hessian: bool = field(False, "also the noise by its equation 4: ``NoiseStatistics(hessian=True)``")
+    statistics_hessian: bool = field(False, "also record the noise by equation 4, as ``NoiseStatistics(hessian=True)``")
     hessian_every: int = field(0, "steps between records of ``HessianStatistics``; 0: none", least=0)
     hessian_samples: int | None = field(None, "training samples for its loss; None: all", least=1)
     hessian_top: int = field(5, "its largest eigenvalues and eigenvectors", least=1)

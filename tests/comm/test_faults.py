@@ -120,7 +120,7 @@ def test_ranks_that_make_two_calls_of_one_size_in_another_order(outcome: Callabl
     """Their numbers would be added to each other's, over gloo without a word."""
     average, product = "an average of 8192 float32", "a sum of 8192 float32 over ranks"
     outputs = [output for _, output in outcome(trials.calls_in_another_order, 2)]
-    end = "on this rank meets another call on rank [{}]: use one order on all ranks\n"
+    end = "on this rank meets another call on ranks [{}]: use one order on all ranks\n"
     assert outputs == [f"ValueError: {average} {end.format(1)}", f"ValueError: {product} {end.format(0)}"]
 
 
