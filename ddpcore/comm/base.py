@@ -331,8 +331,11 @@ class Communicator(ABC):
         self.exchange(weights_LP, topology, step).mixture().apply_(weights_LP)
 
     @abstractmethod
-    def gather(self, values: Tensor) -> Tensor:
-        """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, in the order of the learners."""
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
+        """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, in the order of the learners.
+
+        ``step``: of training, if all learners gather in one; None: outside of steps, as for :meth:`average_`.
+        """
 
 
 def exchange_columns(comm: Communicator, rows_LX: Tensor, topology: Topology, size: int, step: int) -> Exchange:

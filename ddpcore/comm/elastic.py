@@ -223,7 +223,7 @@ class ElasticCommunicator(Communicator):
         self._fabric.done(operation)
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         values = values.contiguous()
         operation = self._begin(f"the gathering of {size_of(values)}", _bytes_of(values), None)
         gathered = torch.stack(self._rows_of(operation))

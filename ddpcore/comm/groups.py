@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -18,6 +19,8 @@ from ddpcore.runtime.launch import check_timeout as check_timeout
 
 Fact = tuple[str, str]
 """The name of something that all ranks must have in common, and its value on this rank as text."""
+CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""Groups for ddpcore's messages, by the program's group: over one group gloo would mix both's without a word."""
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store
 
 
@@ -73,8 +76,8 @@ class Call(AbstractContextManager[None]):
     def __init__(
         self, group: dist.ProcessGroup, what: str, peers: Iterable[int] | None = None, timeout: float | None = None
     ) -> None:
-        self._rank = dist.get_rank(group)
-        others = range(dist.get_world_size(group)) if peers is None else peers
+        self._rank = group.rank()
+        others = range(group.size()) if peers is None else peers
         self.what, self._peers = what, sorted({rank for rank in others if rank != self._rank})
         self._group, self._timeout = group, None if timeout is None else timedelta(seconds=timeout)
 
@@ -159,11 +162,13 @@ def meet(group: dist.ProcessGroup, what: str) -> None:
     """
     if backends_of(group).get("cpu") != "gloo":
         return
-    gloo: Any = group._get_backend(torch.device("cpu"))
-    gloo.barrier().wait()
+    channel = CHANNELS.get(group, group)
+    gloo: Any = channel._get_backend(torch.device("cpu"))
     own = torch.tensor([crc32(what.encode())], device="cpu")
     everyone = own.new_empty(group.size())
-    group.allgather([[*everyone.split(1)]], [own]).wait()
+    with time_limit(channel, _timeout_of(group).total_seconds()):
+        gloo.barrier().wait()
+        channel.allgather([[*everyone.split(1)]], [own]).wait()
     if others := (everyone != own).nonzero().flatten().tolist():
         raise ValueError(f"{what} on this rank meets another call on ranks {others}: use one order on all ranks")
 

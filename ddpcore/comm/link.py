@@ -126,8 +126,8 @@ class LinkedCommunicator(Communicator):
         self._inner.broadcast_(rows)
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
-        return self._inner.gather(values)
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
+        return self._inner.gather(values, step)
 
     @override
     def form_groups(self, size: int) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import (
+    CHANNELS,
     TIMEOUT_SECONDS,
     Call,
     at,
@@ -106,6 +107,10 @@ class ProcessGroupCommunicator(Communicator):
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._groups: dict[int, tuple[dist.ProcessGroup, range, str]] = {}  # of this rank by size, and ranks and words
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
+        if self.num_ranks > 1 and "gloo" in self._backends.values() and self.group not in CHANNELS:
+            devices = {device: backend for device, backend in self._backends.items() if backend == "gloo"}
+            CHANNELS[self.group] = self._own_group(range(self.num_ranks), devices, "the set-up of messages")
+        self._own = CHANNELS.get(self.group, self.group)
         self._unfinished = _unfinished.setdefault(self.group, {})
         for number in list(self._unfinished):  # of earlier distribute() calls; all ranks have begun these
             self._finish(number)
@@ -114,16 +119,20 @@ class ProcessGroupCommunicator(Communicator):
         """Wait for an exchange, unless that was done: gloo would wait for a second message."""
         works, moved = self._unfinished.pop(number, ([], []))
         for what, peers, work in works:
-            self._call(what, peers).wait(work, moved[0])
+            self._call(what, moved[0], peers).wait(work, moved[0])
 
-    def _call(self, what: str, peers: Iterable[int] | None = None) -> Call:
-        return Call(self.group, what, peers, self.timeout)
+    def _call(self, what: str, moved: Tensor, peers: Iterable[int] | None = None) -> Call:
+        return Call(self._channel(moved), what, peers, self.timeout)
+
+    def _channel(self, moved: Tensor) -> dist.ProcessGroup:
+        """The group that moves a tensor."""
+        return self._own if self._backends[moved.device.type] == "gloo" else self.group
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
         first = rows[0].contiguous()
-        with self._call(f"the broadcast of {size_of(first)}"):
-            dist.broadcast(_bytes(first), group=self.group, group_src=0)
+        with self._call(f"the broadcast of {size_of(first)}", first):
+            self._channel(first).broadcast(_bytes(first), 0).wait()
         if self.num_rows > 1 or first.data_ptr() != rows.data_ptr():
             rows.copy_(first.expand_as(rows))
 
@@ -141,7 +150,7 @@ class ProcessGroupCommunicator(Communicator):
         """A new group of these ranks, with this rank. All ranks call it, each with the ranks of its own group."""
         token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
         store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", own_client(c10d._get_process_group_store(self.group)))
-        with self._call(what, ranks):
+        with Call(self.group, what, ranks, self.timeout):
             group = own_group(backends, store, self.rank - ranks[0], len(ranks), self.timeout)
         group.set_timeout(timedelta(seconds=self.timeout))
         return group
@@ -167,9 +176,9 @@ class ProcessGroupCommunicator(Communicator):
         if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
             average_blocks_(rows, num)
             return Work()
-        everyone = self.group, range(self.num_ranks), ""
+        everyone = self._channel(rows), range(self.num_ranks), ""
         group, ranks, whose = everyone if num == self.num_learners else self._groups[num]
-        call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", ranks)
+        call = self._call(f"an average{whose} of {size_of(rows[0])}{at(step)}", rows, ranks)
         if step is None:
             with call:
                 meet(group, call.what)
@@ -208,15 +217,18 @@ class ProcessGroupCommunicator(Communicator):
         sources = {source for round_ in rounds.values() for source in round_.sources if source not in self.learners}
         received = {source: self._buffer(slot, number, weights_LP[0]) for number, source in enumerate(sorted(sources))}
         # Receives first: gloo begins to send when it hears of the other's receive, which would wait behind sent bytes.
-        transfers = [
-            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source // self.num_rows)
-            for source, buffer in received.items()
-        ]
-        transfers += [dist.P2POp(dist.isend, weights_LP[row], group=self.group, group_peer=to) for to, row in sends]
-        peers = [source // self.num_rows for source in received] + [to for to, _ in sends]
+        group, receives = self._channel(weights_LP), [(row, one // self.num_rows) for one, row in received.items()]
+        sent = [(weights_LP[row], to) for to, row in sends]
+        peers = [peer for _, peer in receives + sent]
         what = f"the exchange of {size_of(weights_LP[0])} at step {step}"
-        with self._call(what, peers):
-            works = dist.batch_isend_irecv(transfers) if transfers else []
+        with self._call(what, weights_LP, peers):
+            if group is self.group and receives + sent:  # NCCL begins them together
+                transfers = [dist.P2POp(dist.irecv, row, group=group, group_peer=peer) for row, peer in receives]
+                transfers += [dist.P2POp(dist.isend, row, group=group, group_peer=peer) for row, peer in sent]
+                works = dist.batch_isend_irecv(transfers)
+            else:
+                works = [group.recv([_real(row)], peer, 0) for row, peer in receives]
+                works += [group.send([_real(row)], peer, 0) for row, peer in sent]
         # gloo has a work for each message, so its error names one peer; NCCL has one work for all.
         peers_of = [[peer] if len(works) == len(peers) else peers for peer in peers[: len(works)]]
         self.bytes_sent += len(sends) * weights_LP[0].nbytes // self.num_rows
@@ -230,12 +242,14 @@ class ProcessGroupCommunicator(Communicator):
         return _RankExchange(rounds, received, weights_LP.device, wait)
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         result = values.new_empty((self.num_learners, *values.shape[1:]))
         sent = values.contiguous().view(-1).view(torch.uint8)
         received = result.view(-1).view(torch.uint8).view(self.num_ranks, -1)
-        with self._call(f"the gathering of {size_of(values)}"):
-            dist.all_gather(list(received), sent, group=self.group)
+        with self._call(what := f"the gathering of {size_of(values)}{at(step)}", values):
+            if step is None:
+                meet(self._channel(values), what)
+            self._channel(values).allgather([[*received]], [sent]).wait()
         return result
 
     def _buffer(self, slot: int, number: int, like: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class VirtualCommunicator(Communicator):
         return StackedExchange(rows, self.learners, lambda learner: topology.round(step, learner, self.num_learners))
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         return values
 
     def _rows_of(self, topology: Topology, step: int, device: torch.device) -> Rows:
@@ -183,6 +183,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         return StackedExchange(rows, range(self._num_rows), rounds.__getitem__)
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         self._begin(None)
         return values[list(self.membership.members)]

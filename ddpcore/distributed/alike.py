@@ -38,7 +38,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     has_joined = membership is not None and any(change.joined for change in membership.changes)
     apart = float(is_apart or has_joined)  # a learner that joins has a momentum of its own
     facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.float64, device=sums.device)
-    everyone = learner.comm.gather(torch.cat([sums[:, None], facts.repeat(len(sums), 1)], dim=1)).cpu()
+    everyone = learner.comm.gather(torch.cat([sums[:, None], facts.repeat(len(sums), 1)], dim=1), step).cpu()
     if (other := _first_other(everyone[:, 1])) is not None:
         raise RuntimeError(
             f"the optimizer has {int(everyone[0, 1])} options in its groups on learner 0 and "
@@ -63,7 +63,7 @@ def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
     known = [_is_number(value) for _, value in options]
     values = [value if _is_number(value) else crc32(repr(value).encode()) for _, value in options]
     rows = torch.tensor([*values, *known], dtype=torch.float64, device=learner.flat.param_LP.device)
-    everyone, are_numbers = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1)).cpu().chunk(2, dim=1)
+    everyone, are_numbers = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1), learner.step).cpu().chunk(2, 1)
     for index, (name, _) in enumerate(options):
         column, are_known = everyone[:, index], are_numbers[:, index].all()
         if (other := _first_other(column)) is not None:
@@ -89,11 +89,11 @@ def check_divided(learner: Learner) -> None:
     # One sum, and on a device one kernel, where the gradients lie in the flat buffer.
     is_inside = flat.grad_start is not None and all(map(is_, grads, flat.grad_views))
     total = sum(_sum_of_numbers(grad) for grad in ([flat.grad_LP] if is_inside else grads) if grad is not None)
-    everyone = learner.comm.gather(torch.stack([none, none + total])[None])
+    everyone = learner.comm.gather(torch.stack([none, none + total])[None], learner.step)
     if bool((everyone == everyone[0]).all()):
         return
     sums = [none if grad is None else _sum_of_numbers(grad) for grad in grads]
-    everyone = learner.comm.gather(torch.stack(sums)[None]).cpu()
+    everyone = learner.comm.gather(torch.stack(sums)[None], learner.step).cpu()
     for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
         other = _first_other(everyone[:, index])
         raise RuntimeError(

@@ -46,7 +46,7 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
-        nonfinite: what ``on_nonfinite`` has skipped or quarantined so far, see :class:`ddpcore.NonFinite`.
+        nonfinite: what ``on_nonfinite`` has left out since ``distribute()``, also of a resumed run: see `NonFinite`.
         num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
             backward pass. A number; for virtual learners a sequence of one for each. A step sets it to None.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
@@ -190,7 +190,6 @@ class Distributed:
         """
         device, num_rows = next(self.model.parameters()).device, len(self.comm.learners)
         rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu").to(device)
-        self._average_of(rows_LX[:, :1])  # waits for all ranks: over gloo a gathering could meet an average
         everyone = self.comm.gather(rows_LX)[::num_rows].tolist()
         self.phases.restart()
         ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members

@@ -445,8 +445,9 @@ class _ForwardHook(_Hook):
         buckets, models = handle._buckets, handle.models
         ran = self._ran[buckets is not None and buckets.paused]
         is_new = self._is_inside or not ran or id(module) in ran
-        if id(module) in ran and buckets is not None and not buckets.paused:  # a learner may call its model repeatedly
-            is_new = not buckets.lacking_rows  # else a backward pass of a learner that had one begins anew
+        if buckets is not None and not buckets.paused and (buckets.is_open or id(module) in ran):
+            # A learner may call its model repeatedly: then its next backward pass begins anew. An open pass has failed.
+            is_new = buckets.is_open or not buckets.lacking_rows
         if is_new:
             ran.clear()
         ran |= set(map(id, models)) if self._is_inside else {id(module)}
@@ -475,6 +476,9 @@ class _StateHook(_Hook):
     @torch.no_grad()
     def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
+            if len(values) > 2 and torch.__future__.get_swap_module_params_on_conversion():  # a state is loaded
+                text = "load_state_dict would swap weights, which learners share: call"
+                raise RuntimeError(f"{text} torch.__future__.set_swap_module_params_on_conversion(False) before it")
             handle.strategy.restore_weights(handle.learner)
 
 

@@ -410,7 +410,7 @@ class LoopWatch:
         is_of_all = bool(sums) and self._strategy.plan(learner.step).covers_all_learners
         if is_of_all:
             total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
-            all_sums = learner.comm.gather(total if shards is None else shards.add_(total))
+            all_sums = learner.comm.gather(total if shards is None else shards.add_(total), learner.step)
             found = [self._event(one, first) for one in suspects(all_sums)]
         else:  # other groups know nothing of it, so nothing is gathered
             own = set(suspects(torch.stack(sums).sum(dim=0)) if sums else named)

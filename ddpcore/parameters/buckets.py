@@ -71,7 +71,7 @@ class GradientBuckets:
     ) -> None:
         self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, on_pass
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
-        self.paused, self._is_open = False, False
+        self.paused, self.is_open = False, False
         self.num_paused = 0  # gradients that came while paused
         self._on_message, self._on_end = on_message, on_end
         self._pass = self._noted = -1  # autograd's numbers of the current backward pass, and of the last one
@@ -153,7 +153,7 @@ class GradientBuckets:
     def _begin(self, current: int, is_new: bool) -> None:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
         refuse_compiled_autograd()
-        if self.waits and self._is_open:
+        if self.waits and self.is_open:
             raise RuntimeError(
                 "the backward pass runs on the graph of an earlier pass that failed, or inside another one, so its "
                 "gradients are wrong: call zero_grad() and the model again; checkpoints need use_reentrant=False"
@@ -161,7 +161,7 @@ class GradientBuckets:
         self._pass, self._takes = current, self._in_place()  # whether large gradients of this pass stay where they lie
         if is_new:
             self.restart()
-        self._is_open = True
+        self.is_open = True
         if self._num_hooks != num_hooks():
             self._late = {id(p) for p in self.flat.parameters if not p.requires_grad or node_hooks(p, "register_hook")}
             self._num_hooks = num_hooks()
@@ -190,7 +190,7 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _end(self) -> None:
-        num, self._is_open = len(self.flat.segments), False
+        num, self.is_open = len(self.flat.segments), False
         for parameter in self._not_last:  # now, because FSDP2 iterates over the hooks when it calls them
             hooks, own = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)].id
             hooks[own] = hooks.pop(own)
@@ -215,7 +215,7 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
-        self._is_open = False  # whether a pass has begun and not ended
+        self.is_open = False  # whether a backward pass has begun and not ended: outside of it, one that failed
         self._order: list[int] = []  # segments, when their last row was complete
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final

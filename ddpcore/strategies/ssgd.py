@@ -60,7 +60,7 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
         return None
     if isinstance(weights, str):
         assert counts_L is not None
-        all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device)).cpu()
+        all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device), learner.step).cpu()
         bad = [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]
         if bad:
             raise ValueError(

@@ -116,6 +116,14 @@ def test_a_call_outside_a_step_meets_no_average_of_a_step(
         assert output.count("\n") == 1
 
 
+@pytest.mark.parametrize("trial", named(trials.mixes_in_own_calls))
+def test_calls_of_the_program_meet_no_message_of_a_step(
+    trial: tuple[Any, ...], outcome: Callable[..., Outcome]
+) -> None:
+    """Over gloo both would take the other's numbers without a word, if they used one group."""
+    assert outcome(*trial) == [(0, "right\n")] * 2
+
+
 def test_ranks_that_make_two_calls_of_one_size_in_another_order(outcome: Callable[..., Outcome]) -> None:
     """Their numbers would be added to each other's, over gloo without a word."""
     average, product = "an average of 8192 float32", "a sum of 8192 float32 over ranks"

@@ -278,6 +278,34 @@ def test_an_error_inside_backward_leaves_the_next_step_sound() -> None:
         training.assert_near(row, training.flat_weights(plain))
 
 
+@pytest.mark.parametrize("again", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_step_is_tried_again_after_a_learner_s_pass_has_failed(num_before: int, again: tuple[int, ...]) -> None:
+    """With learners in any order: the pass that failed had begun a step, of which nothing is left."""
+
+    def explode(grad: Tensor) -> None:
+        raise ArithmeticError("boom")
+
+    model, plain = training.mlp(), training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2, vectorize=False)
+    inputs, labels = training.samples(2, 4)
+    for row in range(num_before):
+        F.cross_entropy(handle.models[row](inputs[row]), labels[row]).backward()
+    hook = handle.models[num_before][0].weight.register_hook(explode)
+    with pytest.raises(ArithmeticError, match="boom"):
+        F.cross_entropy(handle.models[num_before](inputs[num_before]), labels[num_before]).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    for row in again:
+        F.cross_entropy(handle.models[row](inputs[row]), labels[row]).backward()
+    optimizer.step()
+    F.cross_entropy(plain(inputs.flatten(0, 1)), labels.flatten()).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for row in training.weights_of_learners(handle):
+        training.assert_near(row, training.flat_weights(plain))
+
+
 def test_a_branch_used_only_under_no_sync() -> None:
     """Both branches get a gradient in each step. Only the last micro-batch averages."""
     torch.manual_seed(0)

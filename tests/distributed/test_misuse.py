@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.utils import prune
 
 import ddpcore
 from ddpcore.optim import FusedSGD
@@ -366,3 +367,28 @@ def test_another_dtype_is_refused_before_a_pass(strategy: Any) -> None:
         one.double()
     with pytest.raises(RuntimeError, match="has left the flat buffer"):
         handle.model(torch.randn(2, 5, 4, dtype=torch.float64))
+
+
+def test_an_end_of_pruning_is_named() -> None:
+    """``prune.remove`` makes a new parameter, which no learner reads."""
+    model = nn.Sequential(prune.l1_unstructured(nn.Linear(5, 3), "weight", 0.3))
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    for one in handle.models:
+        prune.remove(one[0], "weight")
+    handle.backward(handle.model(torch.ones(2, 2, 5)).square().mean(dim=(1, 2)))
+    with pytest.raises(RuntimeError, match=r"parameter 0.weight_orig has left the flat buffer \(.* prune.remove "):
+        optimizer.step()
+
+
+def test_a_state_cannot_be_loaded_by_a_swap_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(5, 3)
+    ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    with monkeypatch.context() as inside:
+        inside.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+        with pytest.raises(RuntimeError, match=r"^load_state_dict would swap weights, .*_conversion\(False\) before"):
+            model.load_state_dict(state)
+        model.state_dict()
+    model.load_state_dict(state)
+    assert torch.equal(model.weight, torch.ones(3, 5))

@@ -199,8 +199,39 @@ def has_fewer_batches(rank: int, learners: int | None, transport: str, strategy:
     elif call == "distribute":
         again = nn.Linear(5, 3)
         ddpcore.distribute(again, FusedSGD(again.parameters(), lr=0.1), STRATEGIES[strategy]())
+    elif call == "gather":
+        handle.comm.gather(torch.ones(1, 3))
     else:
         getattr(handle, call)()
+
+
+def mixes_in_own_calls(rank: int, strategy: str, call: str) -> None:
+    """Rank 0 begins a call of the program's own on the default group before a step, and rank 1 after it."""
+    torch.manual_seed(0)
+    models = [model := nn.Linear(5, 3), copy.deepcopy(model)]
+    for number, model in enumerate(models):
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        ddpcore.distribute(model, optimizer, STRATEGIES[strategy](), **connected(transport="pg"))
+        for step in range(3):
+            own = torch.full((32,), 100.0 * rank)  # as large as the message of a step
+            found = [torch.zeros(32) for _ in range(2)]
+            begin = {
+                "barrier": lambda: dist.barrier(async_op=True),
+                "all_reduce": lambda: dist.all_reduce(own, async_op=True),  # noqa: B023
+                "all_gather": lambda: dist.all_gather(found, own, async_op=True),  # noqa: B023
+                "broadcast": lambda: dist.broadcast(own, src=1, async_op=True),  # noqa: B023
+            }[call]
+            work = begin() if number and rank == 0 else None
+            loss_of(model, step, rank).backward()
+            optimizer.step()
+            if number:
+                (work or begin()).wait()
+                result = {"all_reduce": own, "broadcast": own, "all_gather": found[1]}.get(call)
+                assert result is None or result.unique().tolist() == [100.0], result
+            optimizer.zero_grad()
+    for plain, mixed in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(plain, mixed)
+    print("right")
 
 
 def calls_in_another_order(rank: int) -> None:
@@ -266,10 +297,12 @@ DYING, LATE = ("local_sgd", "slowmo", "ssgd"), ("ssgd", "dpsgd")
 FEWER = ((None, "shm"), (None, "pg"), (2, "auto"))  # learners of a rank, transport
 CALLS = {
     "evaluation_model": " average of 32 float32",
-    "slow_ranks": " average of 1 float64",
+    "slow_ranks": "the gather",
+    "gather": "the gathering of 3 float32",
     "DataLoss": "a sum of 1 int64 over ranks",
     "distribute": "the check that all ranks train the same",
 }  # words of errors
+OF_PROGRAM = ("barrier", "all_reduce", "all_gather", "broadcast")
 OF_HANDLE = ("evaluation_model", "slow_ranks")
 
 
@@ -323,6 +356,7 @@ TRIALS: list[tuple[Any, ...]] = [  # function, number of ranks, arguments
     ),
     *((has_fewer_batches, 2, None, "pg", "ssgd", call) for call in CALLS if call not in OF_HANDLE),
     (calls_in_another_order, 2),
+    *((mixes_in_own_calls, 2, strategy, call) for strategy in LATE for call in OF_PROGRAM),
     *((dies, 2, make, call) for make in ("pg", "grid") for call in DEATHS),
     *((dies_in_training, 2, transport, strategy) for transport in ("shm", "pg") for strategy in DYING),
     *((goes_on_backwards, 2, transport) for transport in ("shm", "pg")),

@@ -171,7 +171,7 @@ class SegmentCommunicator(Communicator):
         self._coordinator.await_finished(number, partners)
 
     @override
-    def gather(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         values = values.contiguous()
         result = values.new_empty((len(self.ranks), *values.shape[1:]))
         columns = result.view(-1).view(torch.uint8).view(len(self.ranks), -1)
