@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.comm.groups import Call, Fact, gather_objects, meet
+from ddpcore.comm.groups import Fact, gather_objects
 from ddpcore.runtime.launch import end_with_torchrun
 
 _LONGEST = 100  # characters of a fact in a message
@@ -83,19 +83,14 @@ def facts_of(
     return facts
 
 
-def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], device: torch.device, timeout: float) -> None:
-    """Compare the facts of all ranks. Each rank sends 32 bytes if they are equal. Collective.
+def check_agreement(group: dist.ProcessGroup, facts: Sequence[Fact], timeout: float) -> None:
+    """Compare the facts of all ranks. Each rank sends a digest if they are equal. Collective.
 
     ValueError, on every rank: facts or their order differ. It names a rank and its first difference from rank 0.
     """
     end_with_torchrun()  # from here on, a rank of torchrun ends when its agent has died
-    own = torch.tensor(list(hashlib.sha256(repr(facts).encode()).digest()), dtype=torch.uint8, device=device)
-    digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     what = "the check that all ranks train the same"
-    with Call(group, what, timeout=timeout):
-        meet(group, what)
-        dist.all_gather(digests, own, group=group)
-    if all(torch.equal(digests[0], other) for other in digests):
+    if len(set(gather_objects(group, hashlib.sha256(repr(facts).encode()).hexdigest(), what, timeout))) == 1:
         return
     everyone = gather_objects(group, list(facts), what, timeout)
     for rank, theirs in enumerate(everyone):

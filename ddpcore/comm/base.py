@@ -332,10 +332,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def gather(self, values: Tensor, step: int | None = None) -> Tensor:
-        """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, in the order of the learners.
-
-        ``step``: of training, if all learners gather in one; None: outside of steps, as for :meth:`average_`.
-        """
+        """Return the values ``[L, ...]`` of all processes as ``[n, ...]``, by learner. ``step``: None outside steps."""
 
 
 def exchange_columns(comm: Communicator, rows_LX: Tensor, topology: Topology, size: int, step: int) -> Exchange:

@@ -15,22 +15,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
+from ddpcore.comm import groups
 from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
-from ddpcore.comm.groups import (
-    CHANNELS,
-    TIMEOUT_SECONDS,
-    Call,
-    at,
-    backends_of,
-    check_has_average,
-    check_timeout,
-    default_group,
-    gather_objects,
-    meet,
-    own_client,
-    own_group,
-    size_of,
-)
+from ddpcore.comm.groups import Call, at, check_has_average, meet, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_blocks_, average_bytes, is_gathered, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.virtual import csr_of
@@ -90,27 +77,27 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, num_rows: int = 1, timeout: float = TIMEOUT_SECONDS
+        self, group: dist.ProcessGroup | None = None, num_rows: int = 1, timeout: float = groups.TIMEOUT_SECONDS
     ) -> None:
-        check_timeout(timeout)
+        groups.check_timeout(timeout)
         end_with_torchrun()
         if num_rows < 1:
             raise ValueError(f"learners is {num_rows}: it must be at least 1")
-        self.group = default_group(group)
+        self.group = groups.default_group(group)
         self.rank, self.num_ranks, self.num_rows = dist.get_rank(self.group), dist.get_world_size(self.group), num_rows
         self.num_learners, self.timeout = num_rows * self.num_ranks, timeout
         self.learners = range(self.rank * num_rows, (self.rank + 1) * num_rows)
         self.transport = "pg" if num_rows == 1 else "grid"
-        self._backends = backends_of(self.group)
+        self._backends = groups.backends_of(self.group)
         kind = f"{num_rows} virtual learners on each of {self.num_ranks} ranks" if num_rows > 1 else "torch.distributed"
         self.description = ", ".join((kind, *dict.fromkeys(self._backends.values())))
         self._buffers: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
         self._groups: dict[int, tuple[dist.ProcessGroup, range, str]] = {}  # of this rank by size, and ranks and words
         self._busy: set[int] = set()  # receive buffers of exchanges in progress, by slot
-        if self.num_ranks > 1 and "gloo" in self._backends.values() and self.group not in CHANNELS:
+        if self.num_ranks > 1 and "gloo" in self._backends.values() and self.group not in groups.CHANNELS:
             devices = {device: backend for device, backend in self._backends.items() if backend == "gloo"}
-            CHANNELS[self.group] = self._own_group(range(self.num_ranks), devices, "the set-up of messages")
-        self._own = CHANNELS.get(self.group, self.group)
+            groups.CHANNELS[self.group] = self._own_group(range(self.num_ranks), devices, "the set-up of messages")
+        self._own = groups.CHANNELS.get(self.group, self.group)
         self._unfinished = _unfinished.setdefault(self.group, {})
         for number in list(self._unfinished):  # of earlier distribute() calls; all ranks have begun these
             self._finish(number)
@@ -148,10 +135,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def _own_group(self, ranks: range, backends: Mapping[str, str], what: str) -> dist.ProcessGroup:
         """A new group of these ranks, with this rank. All ranks call it, each with the ranks of its own group."""
-        token = gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
-        store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", own_client(c10d._get_process_group_store(self.group)))
+        token = groups.gather_objects(self.group, secrets.token_hex(8), what, self.timeout)[0]
+        client = groups.own_client(c10d._get_process_group_store(self.group))
+        store = dist.PrefixStore(f"ddpcore/{token}/{ranks[0]}", client)
         with Call(self.group, what, ranks, self.timeout):
-            group = own_group(backends, store, self.rank - ranks[0], len(ranks), self.timeout)
+            group = groups.own_group(backends, store, self.rank - ranks[0], len(ranks), self.timeout)
         group.set_timeout(timedelta(seconds=self.timeout))
         return group
 

@@ -79,7 +79,7 @@ def distribute(
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
-        check_agreement(one, facts, _trained(model).device, connection.timeout)
+        check_agreement(one, facts, connection.timeout)
     comm = connect(group, _trained(model).device, connection, learners)
     _set_up(strategy, comm, _trained(model).dtype, facts, on_nonfinite)
     with guards.undone_on_error(model, optimizer, strategy):

@@ -45,7 +45,7 @@ from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import counts_of
+from ddpcore.strategies.ssgd import counts_of, own_samples
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
 _HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
@@ -326,24 +326,28 @@ class HookedDistributed(Distributed):
             self._after_step()
 
     def _join_average(self) -> None:
-        """Average zeros, if this learner had no backward pass in a step: learners that had one wait for it."""
-        flat, watch, plan = self.learner.flat, self._watch, self.strategy.plan(self.learner.step)
-        is_forgotten = self.num_samples is None and self.counts_samples  # an error on all
-        has_pass = watch.num_passes or self.num_samples == 0 or is_forgotten  # a learner without samples needs none
-        if self._buckets is None or watch.averaged or not has_pass or not plan.averages_gradients:
+        """Average zeros of learners that had no backward pass in a step: those that had one wait for them."""
+        learner, watch, buckets = self.learner, self._watch, self._buckets
+        if buckets is None or watch.has_average or not self.strategy.plan(learner.step).averages_gradients:
             return
-        if flat.shards is None and not any(p.grad is not None and bool(p.grad.any()) for p in flat.parameters):
-            self._buckets.finish_without_pass()
+        counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
+        needs_none = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()
+        if not needs_none and (watch.averaged or not (watch.num_passes or counts_L.isnan().any())):  # NaN: not set
+            return
+        grads = [] if needs_none or learner.flat.shards else [p.grad for p in learner.flat.parameters]
+        if not any(grad is not None and bool(grad.any()) for grad in grads):
+            buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
         """Refuse passes inside ``no_sync`` that do not fit those outside: of other samples, or of other learners."""
-        buckets, paused = self._buckets, self._paused_samples
+        buckets, paused, plan = self._buckets, self._paused_samples, self.strategy.plan(self.learner.step)
         if paused is not None and not torch.equal(paused, counts_of(self.num_samples, len(self.models))):
             raise RuntimeError(
                 f"{self.strategy.name}: num_samples was another one inside no_sync(), whose gradients are added before "
                 "they are weighted: set it to the samples of all passes of a step, and divide their losses by it"
             )
-        if buckets is not None and self._watch.averaged and not self._watch.has_average and buckets.lacking_rows:
+        is_due = self._watch.averaged and not self._watch.has_average and plan.averages_gradients
+        if buckets is not None and is_due and buckets.lacking_rows:
             rows = ", ".join(map(str, buckets.lacking_rows))
             raise RuntimeError(
                 f"{self.strategy.name}: learner {rows} had no backward pass outside of no_sync(), so nothing was "
@@ -443,6 +447,8 @@ class _ForwardHook(_Hook):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         buckets, models = handle._buckets, handle.models
+        if not handle._watch.num_passes:  # of this step
+            self._ran = {True: set(), False: set()}
         ran = self._ran[buckets is not None and buckets.paused]
         is_new = self._is_inside or not ran or id(module) in ran
         if buckets is not None and not buckets.paused and (buckets.is_open or id(module) in ran):
@@ -476,9 +482,6 @@ class _StateHook(_Hook):
     @torch.no_grad()
     def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
-            if len(values) > 2 and torch.__future__.get_swap_module_params_on_conversion():  # a state is loaded
-                text = "load_state_dict would swap weights, which learners share: call"
-                raise RuntimeError(f"{text} torch.__future__.set_swap_module_params_on_conversion(False) before it")
             handle.strategy.restore_weights(handle.learner)
 
 

@@ -310,7 +310,7 @@ class LoopWatch:
                 f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
                 "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
             )
-        if len(self.learner.models) > 1 and self._called == {False}:
+        if len(self.learner.models) > 1 and self._called == {False} and not self.has_average:
             raise RuntimeError(
                 "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
                 "each of handle.models"

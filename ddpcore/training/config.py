@@ -19,18 +19,8 @@ from ddpcore.strategies.registry import STRATEGIES
 from ddpcore.topology.base import Topology
 from ddpcore.topology.registry import TOPOLOGIES
 from ddpcore.topology.wrapped import Weighted
-from ddpcore.training.sections import (
-    CLASSES,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    Section,
-    StrategyConfig,
-    key_of,
-    random_samples,
-    table_of,
-)
+from ddpcore.training import sections
+from ddpcore.training.sections import CLASSES, Section, key_of, table_of
 
 _A_RUN = "a training run"
 
@@ -44,11 +34,11 @@ class TrainConfig:
     ValueError: a field is wrong; the message has its key, its value, and what to do.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
+    data: sections.DataConfig = field(default_factory=sections.DataConfig)
+    optimizer: sections.OptimizerConfig = field(default_factory=sections.OptimizerConfig)
+    strategy: sections.StrategyConfig = field(default_factory=sections.StrategyConfig)
+    run: sections.RunConfig = field(default_factory=sections.RunConfig)
 
     def __new__(cls, *values: Any, **given: Any) -> TrainConfig:
         """Refuse unknown sections with a suggestion, before ``__init__`` raises TypeError."""
@@ -236,7 +226,7 @@ def _merged_section(section: type[Section], values: Any, overrides: Any) -> dict
     if isinstance(old.get("policies"), Mapping) and isinstance(new.get("policies"), Mapping):
         new["policies"] = {**old["policies"], **new["policies"]}
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
-        if section is RunConfig and new.get(key) is not None and other not in new:
+        if section is sections.RunConfig and new.get(key) is not None and other not in new:
             new[other] = None
     return {**old, **new}
 
@@ -244,7 +234,7 @@ def _merged_section(section: type[Section], values: Any, overrides: Any) -> dict
 @cache
 def _defaults() -> dict[str, Any]:
     """The default of every field, as in a file."""
-    defaults = TrainConfig(run=RunConfig(epochs=1)).to_dict()
+    defaults = TrainConfig(run=sections.RunConfig(epochs=1)).to_dict()
     return {**defaults, "run": {**defaults["run"], "epochs": None}}
 
 
@@ -290,8 +280,8 @@ def check_samples(config: TrainConfig, dataset: Dataset) -> None:
     """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
     run, learners = config.run, config.strategy.learners
     if run.statistics_every and run.statistics_samples is not None:
-        random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
+        sections.random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
     if run.hessian_every and run.hessian_samples is not None:
-        random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
+        sections.random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
     if run.flatness_samples:
-        random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
+        sections.random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)

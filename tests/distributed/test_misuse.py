@@ -379,16 +379,3 @@ def test_an_end_of_pruning_is_named() -> None:
     handle.backward(handle.model(torch.ones(2, 2, 5)).square().mean(dim=(1, 2)))
     with pytest.raises(RuntimeError, match=r"parameter 0.weight_orig has left the flat buffer \(.* prune.remove "):
         optimizer.step()
-
-
-def test_a_state_cannot_be_loaded_by_a_swap_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(5, 3)
-    ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)
-    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    with monkeypatch.context() as inside:
-        inside.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
-        with pytest.raises(RuntimeError, match=r"^load_state_dict would swap weights, .*_conversion\(False\) before"):
-            model.load_state_dict(state)
-        model.state_dict()
-    model.load_state_dict(state)
-    assert torch.equal(model.weight, torch.ones(3, 5))

@@ -400,3 +400,38 @@ def test_samples_of_accumulated_passes_are_those_of_the_step() -> None:
         else:
             with pytest.raises(RuntimeError, match=r"num_samples was another one inside no_sync\(\)"):
                 optimizer.step()
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize("empty", [(1,), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("after", [0, 3], ids=["ssgd", "local_sgd"])
+def test_a_virtual_learner_without_samples_needs_no_pass(after: int, empty: tuple[int, ...], pauses: bool) -> None:
+    """In steps 1 and 3. The steps after them begin anew, and local steps may lack a pass, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    weights = torch.cat([one.detach().flatten() for one in model.parameters()]).double().repeat(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = LocalSGD(8, switch_step=after, weights="samples") if after else SSGD(weights="samples")
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=3, vectorize=False)
+    for step in range(5):
+        counts = [0 if step % 2 and one in empty else one + 1 + step for one in range(3)]
+        batches = [torch.randn(count, 4) for count in counts]
+        handle.num_samples = counts
+        for pause in (True, False) if pauses else (False,):
+            for one, batch in zip(handle.models, batches, strict=True):
+                with handle.no_sync() if pause else nullcontext():
+                    if len(batch):
+                        (one(batch[:, :3]) - batch[:, 3:]).square().mean().div(1 + pauses).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = torch.zeros_like(weights)
+        for row, (own, batch) in enumerate(zip(weights, batches, strict=True)):
+            if len(batch):
+                inputs = torch.cat([batch[:, :3], torch.ones(len(batch), 1)], dim=1).double()
+                grads[row] = 2 * inputs.T @ (inputs @ own - batch[:, 3].double()) / len(batch)
+        if not after or step < after:
+            shares = torch.tensor(counts, dtype=torch.float64)
+            grads = ((shares / shares.sum()) @ grads).expand(3, -1)
+        weights -= 0.1 * grads
+        seen = [torch.cat([one.detach().flatten() for one in own.parameters()]) for own in handle.models]
+        torch.testing.assert_close(torch.stack(seen).double(), weights, rtol=1e-5, atol=1e-6)
