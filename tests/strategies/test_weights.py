@@ -35,8 +35,10 @@ from ddpcore import (
     Weighted,
 )
 from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.distributed.handle import Observer
 from ddpcore.strategies.base import check_deaths
 from ddpcore.strategies.compression import Int8
+from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import counts_of
 from ddpcore.topology.describe import describe
 from ddpcore.topology.wrapped import Damped, Slowed
@@ -402,19 +404,29 @@ def test_samples_of_accumulated_passes_are_those_of_the_step() -> None:
                 optimizer.step()
 
 
+class _Begins(Observer):
+    def __init__(self, begun: list[int]) -> None:
+        self.begun = begun
+
+    def before_forward(self, learner: Learner) -> None:
+        self.begun.append(learner.step)
+
+
 @pytest.mark.parametrize("pauses", [False, True])
 @pytest.mark.parametrize("empty", [(1,), (1, 2), (0, 2)], ids=str)
 @pytest.mark.parametrize("after", [0, 3], ids=["ssgd", "local_sgd"])
 def test_a_virtual_learner_without_samples_needs_no_pass(after: int, empty: tuple[int, ...], pauses: bool) -> None:
-    """In steps 1 and 3. The steps after them begin anew, and local steps may lack a pass, too."""
+    """In steps 0, 2 and 4. The steps after them begin anew, and local steps may lack a pass, too."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     weights = torch.cat([one.detach().flatten() for one in model.parameters()]).double().repeat(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = LocalSGD(8, switch_step=after, weights="samples") if after else SSGD(weights="samples")
     handle = ddpcore.distribute(model, optimizer, strategy, learners=3, vectorize=False)
+    begun = []
+    handle.observers.append(_Begins(begun))
     for step in range(5):
-        counts = [0 if step % 2 and one in empty else one + 1 + step for one in range(3)]
+        counts = [0 if not step % 2 and one in empty else one + 1 + step for one in range(3)]
         batches = [torch.randn(count, 4) for count in counts]
         handle.num_samples = counts
         for pause in (True, False) if pauses else (False,):
@@ -435,3 +447,4 @@ def test_a_virtual_learner_without_samples_needs_no_pass(after: int, empty: tupl
         weights -= 0.1 * grads
         seen = [torch.cat([one.detach().flatten() for one in own.parameters()]) for own in handle.models]
         torch.testing.assert_close(torch.stack(seen).double(), weights, rtol=1e-5, atol=1e-6)
+    assert sorted(set(begun)) == [*range(5)], "a step that has no beginning"
