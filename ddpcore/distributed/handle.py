@@ -46,7 +46,7 @@ class Distributed:
         model: the module to call in the loop.
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
-        nonfinite: what ``on_nonfinite`` has left out since ``distribute()``, see :class:`ddpcore.NonFinite`. No state keeps it.
+        nonfinite: what ``on_nonfinite`` has left out, see :class:`ddpcore.NonFinite`. A state does not keep it.
         num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
             backward pass. A number; for virtual learners a sequence of one for each. A step sets it to None.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
