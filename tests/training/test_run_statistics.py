@@ -17,7 +17,8 @@ from ddpcore.options.fields import get
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.build import LearnerPlacement, build_dataset, build_trainer
 from ddpcore.training.checkpoint import Checkpoints
-from ddpcore.training.config import merged, random_samples
+from ddpcore.training.config import merged
+from ddpcore.training.sections import random_samples
 from helpers import images as helper
 
 WATCHED = {"strategy": {"learners": 3}, "run": {"statistics_every": 2}}
