@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddpcore.diagnostics import spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss, twice_differentiable
-from ddpcore.options.extras import extra
 
 STRENGTH = 0.1  # s
 NUM_PROBES = 16  # random vectors for the trace, and for the noise
 TOLERANCE = 1e-3  # of eigenvalues, relative: far below the differences between seeds
+MOST_PRODUCTS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +71,16 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         return sizes_P * hessian.product(sizes_P * vector_P)
 
     draw: Any = {"size": sizes_P.shape, "generator": torch.Generator().manual_seed(seed), "device": "cpu"}
-    with twice_differentiable():  # also the losses: fused kernels of attention have other bits
+    with twice_differentiable(model):  # also the losses: fused kernels of attention have other bits
         signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
         traces = [float(sign_P.double() @ relative(sign_P).double()) for sign_P in signs]
         before = loss_at(weights_P, loss)
         noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
         increases = [loss_at(weights_P + STRENGTH * sizes_P * x_P, loss) - before for x_P in noises]
-        start = np.random.Generator(np.random.PCG64(seed)).standard_normal(len(sizes_P))
         return Flatness(
             loss=before,
-            hessian_eigenvalue=_largest_eigenvalue(hessian.product, weights_P, start),
-            relative_eigenvalue=_largest_eigenvalue(relative, sizes_P, start),
+            hessian_eigenvalue=_largest_eigenvalue(hessian.product, weights_P, seed),
+            relative_eigenvalue=_largest_eigenvalue(relative, sizes_P, seed),
             relative_trace=float(np.mean(traces)),
             relative_trace_error=float(np.std(traces, ddof=1) / NUM_PROBES**0.5),
             loss_increase=float(np.mean(increases)),
@@ -88,21 +88,11 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         )
 
 
-def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, start: np.ndarray) -> float:
+def _largest_eigenvalue(product: Callable[[Tensor], Tensor], like_P: Tensor, seed: int) -> float:
     """The largest eigenvalue (not the largest in magnitude), by the Lanczos method of ARPACK."""
-    num = len(like_P)
-
-    def matvec(vector: np.ndarray) -> np.ndarray:
-        return product(torch.from_numpy(vector.reshape(-1)).to(like_P)).double().cpu().numpy()
-
-    first = matvec(start)
-    if not np.isfinite(first).all():
+    operator = spectra.Operator(product=product, like=like_P)
+    try:
+        found = spectra.extreme_eigenvalues(operator, 1, 0, seed=seed, tolerance=TOLERANCE, max_products=MOST_PRODUCTS)
+    except spectra.NotFinite:
         return float("nan")
-    if not first.any():  # the loss is linear; ARPACK does not accept a zero start vector
-        return 0.0
-    if num < 3:  # too small for ARPACK
-        return float(np.linalg.eigvalsh(np.stack([matvec(row) for row in np.eye(num)])).max())
-    with extra("train"):
-        from scipy.sparse.linalg import LinearOperator, eigsh  # noqa: PLC0415  only the flatness needs scipy
-    operator = LinearOperator((num, num), matvec=matvec, dtype=np.float64)
-    return float(eigsh(operator, k=1, which="LA", v0=start, tol=TOLERANCE, return_eigenvectors=False)[0])
+    return float(found.values[0])

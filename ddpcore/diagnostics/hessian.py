@@ -115,7 +115,7 @@ class Hessian:
     def _products(self, rows_KP: Tensor) -> Tensor:
         results_KP = torch.zeros_like(rows_KP)
         views = self.weights.views(results_KP)
-        with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable():
+        with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable(self._model):
             for found in self._parts(self.weights.views(rows_KP)):
                 add_(views, found)
         return results_KP

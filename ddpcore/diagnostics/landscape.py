@@ -182,10 +182,8 @@ def landscape(
         raise ValueError("the ranks of a landscape share its points, not its samples: make DataLoss without group=")
     weights = WeightVector(data.model)
     if plane.origin_P.shape != weights.values_P.shape:
-        raise ValueError(
-            f"the plane is of a model with {plane.origin_P.numel()} parameters, and this one has {weights.numel}: make "
-            "it of the same model"
-        )
+        sizes = f"{plane.origin_P.numel()} parameters, and this one has {weights.numel}"
+        raise ValueError(f"the plane is of a model with {sizes}: make it of the same model")
     settings = f"{plane.digest()} batch_norm={batch_norm} curvature={curvature} samples={data.total}"
     settings += "" if out is None else f" data={data.digest()}"
     surface = Surface.empty(_checked("x", x), _checked("y", y), METRICS[: 4 if curvature else 2], plane.about, settings)

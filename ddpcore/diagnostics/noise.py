@@ -162,10 +162,8 @@ def _hooked(
         raise ValueError(f"{traits.no_mean}: take dpsgd")
     check_equal_weights(handle, config.loss, config.full_loss)
     if (size := traits.group) > 1:
-        raise ValueError(
-            f"{handle.strategy.name} averages gradients in groups of {size}, which leaves no learner's own to compare: "
-            "leave group out"
-        )
+        averages = f"{handle.strategy.name} averages gradients in groups of {size}"
+        raise ValueError(f"{averages}, which leaves no learner's own to compare: leave group out")
     if handle.learner.flat.shards is not None and (config.hessian or config.directions):
         raise ValueError("learners are sharded: leave hessian= and directions out, which need whole models")
     if config.directions and handle.learner.comm.num_learners > MOST_DIRECTIONS:

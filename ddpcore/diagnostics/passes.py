@@ -6,6 +6,7 @@ Shapes: L learners held by this process, P elements of a learner's row.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ddpcore import ops
@@ -25,6 +27,7 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
 from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -189,7 +192,7 @@ def hessian_product(
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
     try:
-        with at_weights(model, learner, mean_LP), twice_differentiable():
+        with at_weights(model, learner, mean_LP), twice_differentiable(model):
             for part in parts_of(loss):
                 rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
                 reached |= _rows_of(learner, parameters, rows)
@@ -204,32 +207,46 @@ def hessian_product(
 
 
 @contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """In the ``with`` block, layers use operations that have second derivatives.
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """In the ``with`` block, layers use operations that have second derivatives, and no hook changes a gradient.
 
     Attention uses matrix products and a softmax, because torch's fused kernels have none. A weight norm is a quotient:
-    torch's own operation has wrong second derivatives, because its first one takes the norm as a constant.
+    torch's own operation has wrong second derivatives, because its first one takes the norm as a constant. A hook of a
+    parameter or module, such as one that clips, would act on a gradient and again on its derivative.
 
     ValueError: inside ``torch.inference_mode()``, where nothing has derivatives.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
-    with sdpa_kernel(SDPBackend.MATH), _Quotients():
-        yield
+    owners, kinds = (*model.modules(), *model.parameters()), ("_backward_hooks", "_backward_pre_hooks")
+    tables = (getattr(owner, kind, None) for owner in owners for kind in kinds)
+    found = [(table, dict(table)) for table in tables if table]
+    try:
+        for table, _ in found:
+            table.clear()
+        with sdpa_kernel(SDPBackend.MATH), _TwiceDifferentiable():
+            yield
+    finally:
+        for table, hooks in found:
+            table.update(hooks)
 
 
-class _Quotients(TorchFunctionMode):
-    """Weight norms as ``v * (g / |v|)``."""
+class _TwiceDifferentiable(TorchFunctionMode):
+    """Weight norms as ``v * (g / |v|)``, and no hooks of tensors."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch._weight_norm:
-            return func(*args, **(kwargs or {}))
-        return _quotient(*args, **(kwargs or {}))
+        replacement = {torch._weight_norm: _quotient, Tensor.register_hook: _no_hook}.get(func, func)
+        return replacement(*args, **(kwargs or {}))
 
 
 def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _no_hook(*_: Any, **__: Any) -> RemovableHandle:
+    with own_hooks():
+        return RemovableHandle(OrderedDict())
 
 
 def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -28,7 +28,7 @@ class WeightVector:
     """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
 
     ``values_P`` is a copy of them when this object was made, ``[P]``, in a dtype that holds all of theirs. ValueError:
-    no parameter needs a gradient, or they are on several devices.
+    no parameter needs a gradient, one is complex, or they are on several devices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,6 +37,8 @@ class WeightVector:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
+        if any(parameter.is_complex() for parameter in self.parameters):
+            raise ValueError("a parameter is complex: keep a real one and call torch.view_as_complex() in forward()")
         self.model = model
         self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
@@ -56,12 +58,14 @@ class WeightVector:
         """Inside, the parameters hold other weights. Their own memory does not change."""
         own = [parameter.data for parameter in self.parameters]
         try:
+            torch.clear_autocast_cache()  # it holds the weights of before, cast
             for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
                 parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is not the dtype of weights_P
             yield
         finally:
             for parameter, data in zip(self.parameters, own, strict=True):
                 parameter.data = data
+            torch.clear_autocast_cache()
 
     def loss_at(self, weights_P: Tensor, loss: Loss) -> float:
         """The loss with these weights. Buffers and random generators are restored."""
@@ -95,14 +99,11 @@ class DataLoss:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if isinstance(model, LearnerModels):
-            raise ValueError(
-                "handle.model runs all virtual learners, whose rows are no samples: pass handle.evaluation_model(), or "
-                "one of handle.models"
-            )
+            raise ValueError("rows of handle.model are no samples: pass handle.evaluation_model() or handle.models[0]")
         self.model, self.loss_fn, self.batches, self.group = model, loss_fn, batches, group
-        with torch.random.fork_rng(devices=()):  # a DataLoader draws a number
+        self._device = device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        with as_it_was(model, device):  # a DataLoader draws a number, and a data set may, too
             self._own = sum(_checked(inputs, targets) for inputs, targets in batches)
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.total = int(sum_over(group, torch.tensor([self._own], device=device))[0])
         if not self.total:
             raise ValueError("batches holds no sample: pass a list of pairs, or a loader that can be reread")
@@ -110,7 +111,7 @@ class DataLoss:
     def digest(self) -> str:
         """A hash of all samples, and of the buffers and frozen parameters of the model, which tells data apart."""
         found = hashlib.sha256()
-        with torch.random.fork_rng(devices=()):
+        with as_it_was(self.model, self._device):
             samples = tree_leaves([list(pair) for pair in self.batches])
         frozen = (parameter for parameter in self.model.parameters() if not parameter.requires_grad)
         for tensor in (*self.model.buffers(), *frozen, *samples):

@@ -358,6 +358,7 @@ class FlatParameters:
 
     def _repoint(self, place: _BufferViews) -> None:
         self.param_LP, self.param_views, self.param_pointers = place
+        torch.clear_autocast_cache()  # it holds the weights of before, cast
         for parameter, view in zip(self.parameters, self.param_views, strict=True):
             self._put(parameter, view)
 

@@ -109,16 +109,13 @@ class TrainConfig:
         traits, run, learners = strategy.traits, self.run, self.strategy.learners
         every = f"run.statistics_every is {run.statistics_every}"
         if traits.most_learners is not None and learners > traits.most_learners:
-            raise ValueError(
-                f"strategy.learners is {learners}: {strategy.name} trains at most {traits.most_learners}, take the "
-                "strategy ssgd for more"
-            )
+            most = f"{strategy.name} trains at most {traits.most_learners}"
+            raise ValueError(f"strategy.learners is {learners}: {most}, take the strategy ssgd for more")
         if run.statistics_every and learners == 1:
             raise ValueError(f"{every}: it needs at least two learners, set it to 0")
         if run.statistics_every and traits.group > 1:
-            raise ValueError(
-                f"{every}: a group of {traits.group} leaves no learner's own gradient, set 0 or leave group out"
-            )
+            why = f"a group of {traits.group} leaves no learner's own gradient"
+            raise ValueError(f"{every}: {why}, set 0 or leave group out")
         for name, value in (("statistics_every", run.statistics_every), ("hessian_every", run.hessian_every)):
             if value and traits.no_mean:
                 raise ValueError(f"run.{name} is {value}: {traits.no_mean}, take ssgd or dpsgd, or set it to 0")

@@ -266,10 +266,8 @@ class Trainer:
         for name in [*mine, *theirs]:
             here, there = (tuple(side[name].shape) if name in side else None for side in (mine, theirs))
             if here != there:
-                raise ValueError(
-                    f"the checkpoint is of another model: {name} is {there} there and {here} here: "
-                    "build the model of the checkpoint"
-                )
+                what = f"the checkpoint is of another model: {name} is {there} there and {here} here"
+                raise ValueError(f"{what}: build the model of the checkpoint")
         if isinstance(self.handle.model, nn.parallel.DistributedDataParallel):
             # DDP rebuilds its buckets once, after its first backward pass, and then adds the gradients of the ranks in
             # another order. One backward pass now, whose result is dropped, makes a resumed run give the same bits.

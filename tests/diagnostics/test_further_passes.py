@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics import DataLoss, NoiseStatistics, flatness, landscape, random_plane
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
@@ -245,3 +245,76 @@ def test_gradients_that_were_taken_off_the_mean_are_no_synchronous_ones():
     assert record.dynamics.landscape_noise > 0.01 * record.dynamics.noise, "or the test says nothing of it"
     with pytest.raises(ValueError, match="learners of noisy_ssgd differ: pass loss="):
         NoiseStatistics(handle, optimizer, full_loss=loss)
+
+
+def small() -> tuple[nn.Module, DataLoss]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model, DataLoss(model, nn.functional.cross_entropy, [(torch.randn(20, 5), torch.randint(3, (20,)))])
+
+
+def test_other_weights_under_autocast():
+    """Autocast keeps the weights that it has cast, also where a pass takes other weights."""
+    model, data = small()
+    x = [0.0, 1.0]
+    expected = flatness(model, data).loss_increase, landscape(data, random_plane(model), x=x, y=x).values["train_loss"]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(20, 5))
+        found = flatness(model, data).loss_increase, landscape(data, random_plane(model), x=x, y=x).values["train_loss"]
+    assert expected[1].max() - expected[1].min() > 0.03
+    np.testing.assert_allclose(found[1], expected[1], atol=4e-3)
+    np.testing.assert_allclose(found[0], expected[0], atol=4e-3)
+    assert found[0] != 0
+
+
+def test_a_whole_step_under_autocast():
+    def measure(inside: bool) -> Any:
+        model = small()[0]
+        optimizer = FusedSGD(model.parameters(), lr=0.5)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=NUM)
+        inputs = torch.randn(NUM, 20, 5) * torch.arange(1, NUM + 1).view(-1, 1, 1)
+        targets = torch.randint(3, (NUM, 20))
+
+        def loss() -> Tensor:
+            return sum(map(nn.functional.cross_entropy, handle.model(inputs), targets), torch.zeros(()))
+
+        statistics = NoiseStatistics(handle, optimizer, every=5, batch_size=20, loss=loss, full_loss=loss)
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16):
+                optimizer.zero_grad()
+                total = loss()
+                if inside:
+                    total.backward()
+                    optimizer.step()
+            if not inside:
+                total.backward()
+                optimizer.step()
+        return statistics.records[-1].dynamics
+
+    found, expected = measure(inside=True), measure(inside=False)
+    assert expected.effective_lr < 0.45
+    assert found.effective_lr == pytest.approx(expected.effective_lr, abs=2e-3)
+    assert found.landscape_noise == pytest.approx(expected.landscape_noise, rel=0.02)
+
+
+class DrawingSet(torch.utils.data.Dataset[Any]):
+    """Augments its samples by the generators of NumPy and Python."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((5,), random.random() + float(np.random.rand())), index % 3
+
+
+def test_a_loss_over_data_that_draw_numbers_leaves_the_generators():
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    expected = draws()
+    random.seed(3)
+    np.random.seed(3)
+    model = nn.Linear(5, 3)
+    torch.manual_seed(3)
+    DataLoss(model, nn.functional.cross_entropy, torch.utils.data.DataLoader(DrawingSet(), batch_size=2)).digest()
+    assert draws() == expected

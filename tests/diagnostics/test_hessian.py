@@ -124,6 +124,39 @@ def test_weight_norm(make: Callable[..., nn.Module], dim: int) -> None:
     torch.testing.assert_close(hessian.product(vectors), vectors @ expected, rtol=1e-9, atol=1e-11)
 
 
+def triple(grad: Tensor) -> Tensor:
+    return 3 * grad
+
+
+def test_hooks_do_not_change_second_derivatives():
+    """A hook of a program would act on a gradient, and again on its derivative."""
+    model, data = network(nn.Identity()), batches()
+    expected = exact(model, data)
+    model[0].weight.register_hook(triple)
+    model[1].register_forward_hook(lambda *found: found[2].register_hook(triple) and None)
+    model[3].register_full_backward_hook(lambda *found: tuple(map(triple, found[1])))
+    model[3].register_full_backward_pre_hook(lambda *found: tuple(map(triple, found[1])))
+
+    def slopes() -> list[Tensor]:
+        return [*torch.autograd.grad(F.cross_entropy(model(data[0][0]), data[0][1]), list(model.parameters()))]
+
+    before = slopes()
+    for gauss_newton in (False, True):
+        hessian = Hessian(model, DataLoss(model, F.cross_entropy, data), gauss_newton=gauss_newton)
+        products = hessian.product(torch.eye(hessian.numel, dtype=torch.float64))
+        torch.testing.assert_close(products, products.T, rtol=1e-9, atol=1e-11)
+        if not gauss_newton:
+            torch.testing.assert_close(products, expected, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(slopes(), before, rtol=0, atol=0)  # they act again
+
+
+def test_complex_parameters_are_refused():
+    model = network()
+    model.factor = nn.Parameter(torch.ones(1, dtype=torch.complex128))
+    with pytest.raises(ValueError, match="a parameter is complex"):
+        Hessian(model, DataLoss(model, F.cross_entropy, batches()))
+
+
 class Square(torch.autograd.Function):
     """x^2, in the ways in which programs write its derivative."""
 
