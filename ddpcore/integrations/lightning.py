@@ -22,6 +22,7 @@ from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 with extra("lightning"):
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 
@@ -62,7 +63,7 @@ class GossipStrategy(DDPStrategy):
         kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) several optimizers.
+        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
     """
 
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -95,6 +96,10 @@ class GossipStrategy(DDPStrategy):
         if fits and self.model is not None:
             if len(self.optimizers) != 1:
                 raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
+            for one in trainer.callbacks:
+                if isinstance(one, WeightAveraging):
+                    what = f"{type(one).__name__} averages one learner's weights over steps"
+                    raise ValueError(f"{what}, and validation takes the mean of the learners: leave the callback out")
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
 

@@ -58,10 +58,9 @@ class LearnerPlacement:
         if size > 1 and not dist.is_initialized():
             raise ValueError(f"a world of {size} needs a process group: start ranks with ddpcore.runtime.launch.run")
         if left is not None and len(left.members) != size:
-            raise ValueError(
-                f"the last checkpoint has the learners {list(left.members)} that were left, and these are "
-                f"{size} ranks: resume with {len(left.members)} ranks and strategy.learners={left.first}"
-            )
+            members = list(left.members)
+            what = f"the last checkpoint has the learners {members} that were left, and these are {size} ranks"
+            raise ValueError(f"{what}: resume with {len(members)} ranks and strategy.learners={left.first}")
         if left is None and learners % size:
             raise ValueError(f"strategy.learners is {learners}: make it a multiple of the {size} ranks")
         if kind == "auto":

@@ -69,10 +69,8 @@ class TrainConfig:
         sizes = "data.learners_batch" if data.learners_batch else "data.balance" if data.balance else ""
         uneven = data.sampler != SAMPLERS[0] or data.shards != SHARDS[0] or not data.drop_last or data.accumulation > 1
         if sizes and (uneven or data.batch_growth):
-            raise ValueError(
-                f"{sizes} is set: it needs sampler {SAMPLERS[0]!r}, drop_last, {SHARDS[0]!r} shards and one backward "
-                "pass a step, without batch_growth"
-            )
+            needs = f"sampler {SAMPLERS[0]!r}, drop_last, {SHARDS[0]!r} shards and one backward pass a step"
+            raise ValueError(f"{sizes} is set: it needs {needs}, without batch_growth")
         may_die = self.strategy.on_failure != ON_FAILURE[0] and self.strategy.on_failure
         for name, value, why in (
             ("model.compile", self.model.compile, "a compiled model has one batch size"),

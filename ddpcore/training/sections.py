@@ -181,10 +181,8 @@ class DataConfig(Section):
         if self.batch_growth:
             check_growth("data.batch_growth", self.batch_size, self.batch_growth)
         if self.shards != SHARDS[0] and (self.sampler != SAMPLERS[0] or not self.drop_last):
-            raise ValueError(
-                f"data.shards is '{self.shards}' and learners keep their parts: leave sampler at '{SAMPLERS[0]}' and "
-                "drop_last on"
-            )
+            why = f"data.shards is '{self.shards}' and learners keep their parts"
+            raise ValueError(f"{why}: leave sampler at '{SAMPLERS[0]}' and drop_last on")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -156,6 +157,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "baseline": refused(lambda: GossipStrategy("ddp")),
         "unknown": refused(lambda: GossipStrategy("dpsdg")),
         "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two, automatic=False)),
+        "ema": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, callbacks=[EMAWeightAveraging(decay=0.9)])),
         "again": refused(lambda: trainer.fit(copy.copy(module), loader())),
         "another": refused(lambda: fit(folder, "ddpcore-ssgd", 4, resume=str(folder / "ddpcore-dpsgd.ckpt"))),
     }

@@ -84,6 +84,7 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "baseline": "GossipStrategy got 'ddp': pass a strategy of ddpcore",
         "unknown": "did you mean 'dpsgd'",
         "two optimizers": "the module has 2 optimizers: ddpcore trains with one",
+        "ema": "EMAWeightAveraging averages one learner's weights over steps, and validation takes the mean",
         "again": "already serves a distribute() call",
         "another": "use the same strategy",
     }
