@@ -256,11 +256,12 @@ def small() -> tuple[nn.Module, DataLoss]:
 def test_other_weights_under_autocast():
     """Autocast keeps the weights that it has cast, also where a pass takes other weights."""
     model, data = small()
-    x = [0.0, 1.0]
+    x, inputs = [1.0, 2.0], torch.randn(20, 5)
     expected = flatness(model, data).loss_increase, landscape(data, random_plane(model), x=x, y=x).values["train_loss"]
     with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(20, 5))
+        before = model(inputs)
         found = flatness(model, data).loss_increase, landscape(data, random_plane(model), x=x, y=x).values["train_loss"]
+        assert torch.equal(model(inputs), before)
     assert expected[1].max() - expected[1].min() > 0.03
     np.testing.assert_allclose(found[1], expected[1], atol=4e-3)
     np.testing.assert_allclose(found[0], expected[0], atol=4e-3)
