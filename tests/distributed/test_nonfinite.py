@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ddpcore
+from ddpcore.distributed.alike import sampled_columns
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.learner import (
     NonFinite,
@@ -127,6 +128,25 @@ def test_weights_that_are_not_finite_are_not_sent(order: str, mode: str) -> None
         handle.model(torch.ones(4, 2, 3)).sum().backward()
         optimizer.step()
     assert [all(p.isfinite().all() for p in one.parameters()) for one in handle.models] == [True, False, True, True]
+
+
+def test_one_weight_of_many_that_is_not_finite_is_not_sent() -> None:
+    """No version counts a write by ``.data``, and a sample misses it, so that the weights are read whole."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=4)
+    for _ in range(2):
+        handle.model(torch.ones(4, 2, 64)).sum().backward()
+        optimizer.step()
+    weight = handle.models[1].weight
+    version, place = weight._version, 64 * 64 - 2
+    assert place not in sampled_columns(handle.learner.flat)
+    weight.data.view(-1)[place] = torch.nan
+    assert weight._version == version
+    with pytest.raises(ddpcore.NonFiniteError, match="step 2, learner 1: the weights of weight are not finite: no oth"):
+        handle.model(torch.ones(4, 2, 64)).sum().backward()
+        optimizer.step()
+    assert [bool(one.weight.isfinite().all()) for one in handle.models] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "push_sum", "slowmo"])
