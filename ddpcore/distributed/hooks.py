@@ -326,15 +326,16 @@ class HookedDistributed(Distributed):
             self._after_step()
 
     def _join_average(self) -> None:
-        """Average zeros of learners that had no backward pass in a step: those that had one wait for them."""
+        """Average zeros for learners without a backward pass in this step, because the other learners wait for them."""
         learner, watch, buckets = self.learner, self._watch, self._buckets
         if buckets is None or watch.has_average or not self.strategy.plan(learner.step).averages_gradients:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
-        needs_none = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()
-        if not needs_none and (watch.averaged or not (watch.num_passes or counts_L.isnan().any())):  # NaN: not set
+        has_no_samples = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()
+        takes_part = watch.num_passes > 0 or bool(counts_L.isnan().any())  # NaN: num_samples is not set
+        if not has_no_samples and (watch.averaged or not takes_part):
             return
-        grads = [] if needs_none or learner.flat.shards else [p.grad for p in learner.flat.parameters]
+        grads = [] if has_no_samples or learner.flat.shards else [p.grad for p in learner.flat.parameters]
         if not any(grad is not None and bool(grad.any()) for grad in grads):
             buckets.finish_without_pass()
 

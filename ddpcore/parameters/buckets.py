@@ -215,7 +215,7 @@ class GradientBuckets:
 
     def restart(self) -> None:
         """Forget the gradients that were seen: those that follow are of a new step."""
-        self.is_open = False  # whether a backward pass has begun and not ended: outside of it, one that failed
+        self.is_open = False  # a backward pass has begun and has not ended; it stays True if that pass fails
         self._order: list[int] = []  # segments, when their last row was complete
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
