@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ddpcore.comm.groups import Call, meet, size_of
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
 from ddpcore.parameters.learner_models import LearnerModels
+from ddpcore.parameters.shards import is_dtensor
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
@@ -28,7 +29,7 @@ class WeightVector:
     """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
 
     ``values_P`` is a copy of them when this object was made, ``[P]``, in a dtype that holds all of theirs. ValueError:
-    no parameter needs a gradient, one is complex, or they are on several devices.
+    no parameter needs a gradient, one is complex or a DTensor, or they are on several devices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,6 +40,8 @@ class WeightVector:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
             raise ValueError("a parameter is complex: keep a real one and call torch.view_as_complex() in forward()")
+        if any(map(is_dtensor, self.parameters)):
+            raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
         self.model = model
         self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
@@ -50,8 +53,7 @@ class WeightVector:
     def views(self, rows: Tensor) -> list[Tensor]:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""
         parts = rows.split([parameter.numel() for parameter in self.parameters], dim=-1)
-        lead = rows.shape[:-1]
-        return [part.view((*lead, *parameter.shape)) for part, parameter in zip(parts, self.parameters, strict=True)]
+        return [part.view((*rows.shape[:-1], *one.shape)) for part, one in zip(parts, self.parameters, strict=True)]
 
     @contextmanager
     def at(self, weights_P: Tensor) -> Iterator[None]:
@@ -155,10 +157,8 @@ def _checked(inputs: Any, targets: Any) -> int:
     # Each sample may have several rows of targets, such as its tokens or pixels: the first or last dimensions.
     each = {math.prod(part) for shape in shapes for i in range(len(shape) + 1) for part in (shape[:i], shape[i:])}
     if rows > 1 and rows not in {num * one for one in each}:
-        raise ValueError(
-            f"the inputs of a batch have {num} rows and its targets {rows}: pass inputs [samples, ...], also where a "
-            "model takes [time, samples, ...]"
-        )
+        sizes = f"the inputs of a batch have {num} rows and its targets {rows}"
+        raise ValueError(f"{sizes}: pass inputs [samples, ...], also where a model takes [time, samples, ...]")
     return num
 
 

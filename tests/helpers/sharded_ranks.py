@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import ddpcore
 from ddpcore import Connection, Policies
-from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics import Hessian, NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import oracle, sharded_memory
 from helpers.oracle import MAKERS
@@ -367,6 +367,10 @@ def refused(place: Place) -> dict[str, str]:
     call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), group=learners)
     call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), group=learners)
     model = sharded(net(), shard)
+    try:
+        Hessian(model, lambda: model(place.x[0, 0]).square().mean())
+    except ValueError as error:
+        texts["hessian"] = str(error)
     try:
         ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
     except ValueError as error:
