@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -218,26 +219,39 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
+    with sdpa_kernel(SDPBackend.MATH), without_hooks(model, {torch._weight_norm: _quotient}):
+        yield
+
+
+@contextmanager
+def without_hooks(model: nn.Module, others: Mapping[Any, Any] = MappingProxyType({})) -> Iterator[None]:
+    """In the ``with`` block, no hook of a parameter, module or activation changes a gradient of the model.
+
+    ``others`` are further functions of torch to replace.
+    """
     owners, kinds = (*model.modules(), *model.parameters()), ("_backward_hooks", "_backward_pre_hooks")
     tables = (getattr(owner, kind, None) for owner in owners for kind in kinds)
     found = [(table, dict(table)) for table in tables if table]
     try:
         for table, _ in found:
             table.clear()
-        with sdpa_kernel(SDPBackend.MATH), _TwiceDifferentiable():
+        with _Replaced({Tensor.register_hook: _no_hook, **others}):
             yield
     finally:
         for table, hooks in found:
             table.update(hooks)
 
 
-class _TwiceDifferentiable(TorchFunctionMode):
-    """Weight norms as ``v * (g / |v|)``, and no hooks of tensors."""
+class _Replaced(TorchFunctionMode):
+    """Functions of torch are others: by the function, what is called for it."""
+
+    def __init__(self, others: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self._others = others
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = {torch._weight_norm: _quotient, Tensor.register_hook: _no_hook}.get(func, func)
-        return replacement(*args, **(kwargs or {}))
+        return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
 def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -40,6 +40,7 @@ TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate
 NO_STEP = "no step since the last record had finite gradients of one full batch a learner"
 NOT_FINITE = "a gradient of this step is not finite"
 UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
+LATE_HOOKS = "a hook changes .grad itself, which the gradients of loss= leave out: take Tensor.register_hook"
 NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"
 
 Mark = Any  # a torch.cuda.Event, or seconds
@@ -138,6 +139,7 @@ class Measured:
     hessian: Tensor | None = None
     distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
     eigenvalues: Tensor | None = None
+    leaves_hooks_out: bool = False  # whether gradients at the mean weights lack what the step's own have
     reason: str = ""  # why the step is invalid, if this is already known
     marks: tuple[Mark, ...] = ()
 
@@ -179,6 +181,8 @@ class Measured:
         found = dynamics_of(products, self.lr, loss, hessian, self.num_learners, full_loss_of)
         if not bool(products.isfinite().all()):
             return found, NOT_FINITE
+        if self.leaves_hooks_out:
+            return found, LATE_HOOKS
         if math.isnan(self.lr):
             return found, UNEQUAL_RATES
         return found, "" if math.isfinite(found.effective_lr) else NO_GRADIENT

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -24,7 +24,7 @@ from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import changes_late, own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -217,6 +217,7 @@ class LearnerStatistics(Source):
         grad_LP = own_LP
         if config.loss is not None:
             grad_LP = self._gradient_at(mean_LP, config.loss, random)[0]
+            result.leaves_hooks_out = any(changes_late(one) for one in flat.parameters if one.requires_grad)
         elif self._left_LP is not None and bool(self._left_LP.any()):
             scale = scale_of(config.scaler, own_LP.device)
             unscale = self._unscale(own_LP) if scale is None else scale.reciprocal().to(own_LP)
@@ -270,7 +271,8 @@ class LearnerStatistics(Source):
 
     def _full_gradient(self, weights_LP: Tensor, loss: Loss, result: Measured) -> Tensor:
         """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
-        grad_LP, total = self._gradient_at(weights_LP, loss)
+        with nullcontext() if self._learner.flat.shards else passes.without_hooks(self._handle.model):
+            grad_LP, total = self._gradient_at(weights_LP, loss)
         loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
         self._learner.comm.average_(loss_L1).wait()
         result.full_loss = loss_L1[0, 0]

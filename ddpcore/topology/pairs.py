@@ -31,7 +31,8 @@ class RandomPair(Topology):
 
     def __post_init__(self) -> None:
         check_range("RandomPair: seed", typed("RandomPair: seed", self.seed, int), least=0)
-        check_range("RandomPair: num_partners", typed("RandomPair: num_partners", self.num_partners, int), least=1)
+        name = "RandomPair: num_partners"
+        check_range(name, typed(name, self.num_partners, int), least=1, most=2**16)
 
     def __repr__(self) -> str:
         more = "" if self.num_partners == 1 else f", num_partners={self.num_partners}"

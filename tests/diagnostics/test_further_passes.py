@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import ddpcore
 from ddpcore.diagnostics import DataLoss, NoiseStatistics, flatness, landscape, random_plane
@@ -90,6 +91,58 @@ def test_clipping_is_no_landscape():
     moves = measured(ddpcore.LocalSGD(period=9), build(), max_grad_norm=0.01).dynamics
     assert moves.landscape_noise < 1e-6 * moves.noise
     assert moves.mean_grad_squared < 1e-4, "or nothing was clipped"
+
+
+def double(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def halve_in_place(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Doubled(nn.Module):
+    """A model in which a hook of some kind doubles every gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.kind = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3)), kind
+        for one in self.layers.parameters() if kind == "parameter" else ():
+            one.register_hook(double)
+        if kind == "module":
+            self.layers[2].register_full_backward_pre_hook(lambda _, grads: tuple(map(double, grads)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layers(x)
+        if self.kind == "activation" and outputs.requires_grad:
+            outputs.register_hook(double)
+        return outputs
+
+
+@pytest.mark.parametrize("kind", ["parameter", "module", "activation"])
+@pytest.mark.parametrize("strategy", [lambda: ddpcore.LocalSGD(period=9), ddpcore.SSGD])
+def test_hooks_change_the_gradients_of_steps_and_not_that_of_the_full_loss(strategy, kind):
+    moves, plain = (measured(strategy(), Doubled(one)).dynamics for one in (kind, "none"))
+    assert moves.grad_squared == pytest.approx(plain.grad_squared)
+    assert moves.effective_lr == pytest.approx(2 * plain.effective_lr)
+    for name in ("noise", "ssgd_noise", "mean_grad_squared"):
+        assert getattr(moves, name) == pytest.approx(4 * getattr(plain, name)), name
+    assert moves.landscape_noise < 1e-6 * moves.noise
+
+
+@pytest.mark.parametrize("kind", ["parameter", "node"])
+def test_hooks_that_gradients_at_the_mean_weights_do_not_meet_are_named(kind):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    if kind == "parameter":
+        model[2].weight.register_post_accumulate_grad_hook(halve_in_place)
+    else:
+        node = get_gradient_edge(model[2].weight).node  # lives as long as this
+        node.register_prehook(lambda grads: tuple(map(double, grads)))
+    record = measured(ddpcore.LocalSGD(period=9), model)
+    assert not record.valid and "a hook changes .grad" in record.reason and record.whole is not None
+    assert measured(ddpcore.LocalSGD(period=9), Doubled("none")).valid
 
 
 def test_a_layer_may_be_frozen_on_the_way():
