@@ -68,7 +68,7 @@ def test_by_name_as_text_and_inside_hosts() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_partners": 0}, "num_partners is 0: it must be at least 1"),
+        ({"num_partners": 0}, "num_partners is 0: it must be at least 1 and at most 65536"),
         ({"num_partners": 10**9}, "num_partners is 1000000000: it must be at least 1 and at most 65536"),
         ({"num_partners": 1.5}, "num_partners is 1.5: it must be a whole number"),
         ({"num_partners": True}, "num_partners is True: it must be a whole number"),
