@@ -36,7 +36,7 @@ OPTIMIZERS: Registry[torch.optim.Optimizer] = Registry(
         "adagrad": torch.optim.Adagrad,
         "adadelta": torch.optim.Adadelta,
     },
-    reserved=("params", "lr", "max_grad_norm"),
+    reserved=("params", "lr", "max_grad_norm", "process_group"),
 )
 
 

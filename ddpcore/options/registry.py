@@ -140,7 +140,9 @@ class Registry(Generic[Part]):
 def _is_plain(hint: Any) -> bool:
     """Whether ``typed`` can check this type hint: bool, a number, text, a tuple of these, or one of these or None."""
     if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+        kinds = [
+            kind for kind in get_args(hint) if getattr(kind, "__name__", "") not in ("NoneType", "Tensor")
+        ]  # of torch
         return len(kinds) == 1 and _is_plain(kinds[0])
     if get_origin(hint) is tuple:
         return get_args(hint)[1:] == (...,) and _is_plain(get_args(hint)[0])

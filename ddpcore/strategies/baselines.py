@@ -12,6 +12,7 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.virtual import VirtualCommunicator
+from ddpcore.options.typed import check_range
 from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.base import Baseline, Traits
 
@@ -50,6 +51,7 @@ class DDP(Baseline):
     )
 
     def __init__(self, *, bucket_cap_mb: float | None = None) -> None:
+        check_range("ddp: bucket_cap_mb", bucket_cap_mb, above=0)
         self.bucket_cap_mb = bucket_cap_mb
 
     @override

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpcore.options.typed import check_range
+from ddpcore.options.typed import check_range, typed
 from ddpcore.parameters.flat import FlatParameters
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
@@ -95,13 +95,14 @@ class Part(NamedTuple):
 
 def check_fragments(fragments: Fragments, period: int) -> int:
     """The number of fragments. ValueError: there is none, there are more than steps, or one has no names."""
-    for names in fragments if isinstance(fragments, Sequence) and not isinstance(fragments, str) else ():
+    are_lists = isinstance(fragments, Sequence) and not isinstance(fragments, str)
+    for names in fragments if are_lists else ():
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError(
                 f"local_sgd: fragments has {names!r}: each fragment is a list of names of modules, such as "
                 "['layer1', 'layer2']"
             )
-    number = len(fragments) if isinstance(fragments, Sequence) else fragments
+    number: int = len(fragments) if are_lists else typed("local_sgd: fragments", fragments, int)
     check_range("local_sgd: fragments", number, least=1, most=period)
     return number
 

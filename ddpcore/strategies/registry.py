@@ -36,6 +36,7 @@ def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out:
     def made(*args: Any, **options: Any) -> Strategy:
         return make(*args, **options)
 
+    made.__annotations__ = strategy.__init__.__annotations__ | make.__annotations__
     made.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     return made
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ddpcore import STRATEGIES, TOPOLOGIES, Ring, Topology
 from ddpcore.models import MODELS
@@ -103,3 +107,41 @@ def test_reserved_parameters_are_no_options() -> None:
     parts: Registry[Topology] = Registry("part", "none", Topology, {"a": Ring}, reserved=["neighbors_each_side"])
     assert parts.options("a") == {"self_weight": None}
     assert parts.build("a", neighbors_each_side=2) == Ring(2)
+
+
+@pytest.mark.parametrize(
+    "registry", [STRATEGIES, OPTIMIZERS, TOPOLOGIES], ids=["strategies", "optimizers", "topologies"]
+)
+def test_no_option_of_a_part_is_not_a_number(registry: Registry[Any]) -> None:
+    """Of none of ddpcore's parts, and of none of torch's."""
+    required: dict[str, Any] = {"topology": Ring(), "params": [torch.nn.Parameter(torch.ones(2, 2))], "lr": 0.1}
+    taken = []
+    for name in registry.names():
+        for option in registry.options(name):
+            try:
+                registry.build(
+                    name, **{key: required[key] for key in registry.reserved if key in required}, **{option: nan}
+                )
+            except ValueError:
+                continue
+            taken.append((name, option))
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "option", "value", "message"),
+    [
+        (STRATEGIES, "local_sgd", "fragments", 1.5, "fragments is 1.5: it must be a whole number"),
+        (STRATEGIES, "local_sgd", "fragments", "head", "fragments is 'head': it must be a whole number"),
+        (STRATEGIES, "local_sgd", "seed", "1", "seed is '1': it must be a whole number"),
+        (STRATEGIES, "ddp", "bucket_cap_mb", -1.0, "bucket_cap_mb is -1.0: it must be above 0"),
+        (OPTIMIZERS, "torch_sgd", "weight_decay", "x", "weight_decay is 'x': it must be a finite number"),
+        (OPTIMIZERS, "muon", "process_group", 1, "no option 'process_group'"),
+    ],
+)
+def test_values_that_only_a_later_step_met(
+    registry: Registry[Any], name: str, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        registry.check_options(name, {option: value})
+        registry.build(name, **{option: value})
