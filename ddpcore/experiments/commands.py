@@ -141,13 +141,14 @@ def _run(options: RunOptions) -> int:
     check_data(plan, datasets)
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
+    num_kept = len(plan.jobs) - len(pending)
     for line in cost_of(pending, datasets) if pending else ():
         print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile
         folder.begin(plan.manifest, warn)
-        if finished:
-            print(f"{shown(folder.path)}: runs that are finished and not repeated: {len(finished)}", flush=True)
+        if num_kept:
+            print(f"{shown(folder.path)}: runs that are finished and not repeated: {num_kept}", flush=True)
         run(plan, folder, datasets, options.jobs)
     results = folder.results()
     num, num_failed = len(plan.jobs), sum(results[job.row, job.seed]["status"] == FAILED for job in plan.jobs)

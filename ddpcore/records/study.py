@@ -77,6 +77,8 @@ class Folder:
         """Write the manifest. Rows and seeds of an earlier one stay in it. Damaged results go, each with a warning."""
         self.path.mkdir(parents=True, exist_ok=True)
         mend(self.path / RESULTS, warn)
+        for problem in read_results(self.path)[1]:
+            warn(f"{problem}: it counts as not run")
         known = read_manifest(self.path) if (self.path / MANIFEST).exists() else {"rows": {}, "seeds": []}
         for name, row in known["rows"].items():
             row["published"] = manifest["published"].get(name, row["published"])

@@ -166,3 +166,18 @@ def test_a_result_names_every_commit_and_machine_of_its_run(
     assert main(*words, "--resume")[0] == 0
     result = Folder(out).results()["a", 0]
     assert (result["commit"], result["device"]) == ("one, two", "CPU 0, CPU 1, CPU 2")
+
+
+def test_results_that_do_not_count_are_named(main: Main, tiny: Path, tmp_path: Path) -> None:
+    """A line of a wrong type, which has no checksum, and a line of a row that the study does not have."""
+    out = tmp_path / "out"
+    assert main("run", tiny, "--out", out, "--rows", "a", "--seeds", "1")[0] == 0
+    (line,) = [json.loads(text) for text in (out / "results.jsonl").read_text().splitlines()]
+    del line["checksum"]
+    wrong = [{**line, "metrics": {**line["metrics"], "train_loss": "2.0"}}, {**line, "row": "of another study"}]
+    (out / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in wrong))
+    code, _, error = main("compare", out)
+    assert code == 0 and "train_loss is '2.0'" in error and "results of row of another study" in error
+    code, output, error = main("run", tiny, "--out", out, "--rows", "a", "--seeds", "1", "--resume")
+    assert code == 0 and "train_loss is '2.0'" in error and "not repeated" not in output
+    assert rows_of(out)[-1] == ("a", 0, "finished")
