@@ -87,8 +87,7 @@ def _longest_chain(compute: Compute, step: Step, background: bool) -> float:
         averaged = max(averaged, ready) + message.seconds
     hidden = 0.0 if step.hidden is None else step.hidden.seconds
     exchanged = max(backward_end, hidden) if background else backward_end + hidden
-    after = 0.0 if step.after is None else step.after.seconds
-    return max(averaged, exchanged) + after + compute.update
+    return max(averaged, exchanged) + (0.0 if step.after is None else step.after.seconds) + compute.update
 
 
 def available_cores(compute: Compute, num_cores: int, num_threads: int) -> float:

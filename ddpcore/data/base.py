@@ -74,8 +74,7 @@ class Split:
             inputs = self.normalization(inputs)
         elif inputs.dtype == torch.uint8:
             inputs = inputs.float().div_(255)
-        inputs = inputs if self.has_tokens else inputs.float()
-        return inputs.unflatten(0, where.shape), self.labels[where]
+        return (inputs if self.has_tokens else inputs.float()).unflatten(0, where.shape), self.labels[where]
 
     def take(self, indices: Tensor) -> Split:
         """A copy of the samples of these numbers, int64 ``[M]`` with M >= 1, in that order."""

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,7 @@ It may yield parts whose sum is the loss, if there are too many samples for one 
 
 def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None = None) -> Tensor:
     """``ops.noise_sums``, or its reference implementation for dtypes without a kernel."""
-    kernels = ops if rows[0].dtype in KERNEL_DTYPES else reference
-    return kernels.noise_sums(rows, bounds, origin)
+    return (ops if rows[0].dtype in KERNEL_DTYPES else reference).noise_sums(rows, bounds, origin)
 
 
 class RandomState:
@@ -219,39 +217,33 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
-    with sdpa_kernel(SDPBackend.MATH), without_hooks(model, {torch._weight_norm: _quotient}):
+    with sdpa_kernel(SDPBackend.MATH), without_hooks(model):
         yield
 
 
 @contextmanager
-def without_hooks(model: nn.Module, others: Mapping[Any, Any] = MappingProxyType({})) -> Iterator[None]:
-    """In the ``with`` block, no hook of a parameter, module or activation changes a gradient of the model.
-
-    ``others`` are further functions of torch to replace.
-    """
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """In the block no hook of a parameter, module or activation changes a gradient, and weight norms are quotients."""
     owners, kinds = (*model.modules(), *model.parameters()), ("_backward_hooks", "_backward_pre_hooks")
     tables = (getattr(owner, kind, None) for owner in owners for kind in kinds)
     found = [(table, dict(table)) for table in tables if table]
     try:
         for table, _ in found:
             table.clear()
-        with _Replaced({Tensor.register_hook: _no_hook, **others}):
+        with _TwiceDifferentiable():
             yield
     finally:
         for table, hooks in found:
             table.update(hooks)
 
 
-class _Replaced(TorchFunctionMode):
-    """Functions of torch are others: by the function, what is called for it."""
-
-    def __init__(self, others: Mapping[Any, Any]) -> None:
-        super().__init__()
-        self._others = others
+class _TwiceDifferentiable(TorchFunctionMode):
+    """Weight norms as ``v * (g / |v|)``, and no hooks of tensors."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._others.get(func, func)(*args, **(kwargs or {}))
+        replacement = {torch._weight_norm: _quotient, Tensor.register_hook: _no_hook}.get(func, func)
+        return replacement(*args, **(kwargs or {}))
 
 
 def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

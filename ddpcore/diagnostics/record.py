@@ -139,7 +139,6 @@ class Measured:
     hessian: Tensor | None = None
     distance: Tensor | None = None  # 1/n sum_j |w_j - w_a|^2
     eigenvalues: Tensor | None = None
-    leaves_hooks_out: bool = False  # whether gradients at the mean weights lack what the step's own have
     reason: str = ""  # why the step is invalid, if this is already known
     marks: tuple[Mark, ...] = ()
 
@@ -181,8 +180,6 @@ class Measured:
         found = dynamics_of(products, self.lr, loss, hessian, self.num_learners, full_loss_of)
         if not bool(products.isfinite().all()):
             return found, NOT_FINITE
-        if self.leaves_hooks_out:
-            return found, LATE_HOOKS
         if math.isnan(self.lr):
             return found, UNEQUAL_RATES
         return found, "" if math.isfinite(found.effective_lr) else NO_GRADIENT

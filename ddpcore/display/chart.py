@@ -74,9 +74,7 @@ class Chart:
     @property
     def curves(self) -> Sequence[Series]:
         """The series that are drawn as lines and points: all, but for bars and for the rows of a map."""
-        if self.kind in ("bars", "dots", "heat"):
-            return ()
-        return self.series[len(self.rows) :]
+        return () if self.kind in ("bars", "dots", "heat") else self.series[len(self.rows) :]
 
     @property
     def has_legend(self) -> bool:

@@ -181,8 +181,7 @@ class _Evaluation:
                 return all(conditions) if isinstance(op, ast.And) else any(conditions)
             case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in _COMPARISONS for op in ops):
                 numbers = [self.of(child, float) for child in (left, *others)]
-                pairs = zip(ops, numbers, numbers[1:], strict=False)
-                return all(_COMPARISONS[type(op)](a, b) for op, a, b in pairs)
+                return all(_COMPARISONS[type(op)](a, b) for op, a, b in zip(ops, numbers, numbers[1:], strict=False))
             case ast.Call(func=function, args=args, keywords=keywords):
                 name, functions = ast.unparse(function), (*_OF_ROWS, *_OF_EXPRESSIONS)
                 if name not in functions or keywords:

@@ -38,10 +38,8 @@ def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for path in paths:
         manifest = read_manifest(path, check_claim)
         results, problems = read_results(path)
-        others = sorted({row for row, _ in results} - set(manifest["rows"]))
-        problems += [
-            f"{shown(path)} has results of row {plain(row)}, which its manifest does not have" for row in others
-        ]
+        others = sorted({row for row, _ in results}.difference(manifest["rows"]))
+        problems += [f"{shown(path)} has results of row {plain(row)}, which is not in its manifest" for row in others]
         by_study.setdefault(manifest["study"], []).append(_Folder(str(path), manifest, results, problems))
     return [_compare_study(folders) for folders in by_study.values()]
 

@@ -343,8 +343,7 @@ def adamw_step_(
     """Reference implementation of :func:`ddpcore.ops.adamw_step_`."""
     decay = step.weight_decay
     update = _adam_update(step, grad, exp_avg, exp_avg_sq, 0.0 if decoupled else decay, 0.0, **rule)
-    keep = rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0
-    return keep * step.weight - step.lr * update
+    return (rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0) * step.weight - step.lr * update
 
 
 @_step_of("exp_avgs", "exp_avg_sqs")

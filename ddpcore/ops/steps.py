@@ -322,8 +322,7 @@ def new_scratch(params: Sequence[Tensor]) -> Tensor:
 
     Steps on some of the parameters may use it too, if steps run one after another.
     """
-    size = 2 * num_blocks(params) + len(params) + 2
-    return torch.zeros(size, dtype=torch.float64, device=params[0].device)
+    return torch.zeros(2 * num_blocks(params) + len(params) + 2, dtype=torch.float64, device=params[0].device)
 
 
 def new_trust(params: Sequence[Tensor]) -> Tensor:

@@ -102,8 +102,7 @@ def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str
             lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
     kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in kept]
-    rows = zip(*kept, strict=True)
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*kept, strict=True))
 
 
 def _ids(modules: Iterable[nn.Module]) -> set[int]:

@@ -49,8 +49,7 @@ class Matrix:
     def cost(self) -> int:
         """Multiplications."""
         is_gram = takes_gram(*self.wide, self.group["ns_steps"], self.dtype, self.param.device)
-        form = gram_products if is_gram else direct_products
-        return form(*self.wide, self.group["ns_steps"])
+        return (gram_products if is_gram else direct_products)(*self.wide, self.group["ns_steps"])
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -141,10 +141,8 @@ def put(table: Table, key: str, value: Any) -> None:
     known = table.get(last)
     if isinstance(value, Mapping) and known is not None:
         table[last] = {**(known if isinstance(known, Mapping) else {"name": known}), **value}
-    elif isinstance(known, Mapping):
-        table[last] = {**known, "name": value}
     else:
-        table[last] = value
+        table[last] = {**known, "name": value} if isinstance(known, Mapping) else value
 
 
 def get(table: Mapping[str, Any], key: str) -> Any:

@@ -133,20 +133,18 @@ class Registry(Generic[Part]):
         return found
 
     def _base_names(self) -> str:
-        bases = self.base if isinstance(self.base, tuple) else (self.base,)
-        return " or ".join(base.__name__ for base in bases)
+        return " or ".join(base.__name__ for base in (self.base if isinstance(self.base, tuple) else (self.base,)))
 
 
 def _is_plain(hint: Any) -> bool:
     """Whether ``typed`` can check this type hint: bool, a number, text, a tuple of these, or one of these or None."""
     if get_origin(hint) in (Union, types.UnionType):
-        kinds = [
-            kind for kind in get_args(hint) if getattr(kind, "__name__", "") not in ("NoneType", "Tensor")
-        ]  # of torch
+        kinds = [kind for kind in get_args(hint) if getattr(kind, "__name__", "") not in _LEFT_OUT]
         return len(kinds) == 1 and _is_plain(kinds[0])
     if get_origin(hint) is tuple:
         return get_args(hint)[1:] == (...,) and _is_plain(get_args(hint)[0])
     return hint in (int, float, bool, str)
 
 
+_LEFT_OUT = ("NoneType", "Tensor")  # of torch's optimizers
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -235,8 +235,7 @@ class GradientBuckets:
             return {}
         large = ((index, one) for index, one in enumerate(self.flat.parameters) if one.numel() >= LARGE)
         shared = {index for index, parameter in large if not _is_alone(parameter)}
-        own = self.flat.own_grads(LARGE)
-        return {index: gradient for index, gradient in own.items() if index not in shared}
+        return {index: gradient for index, gradient in self.flat.own_grads(LARGE).items() if index not in shared}
 
     def _pieces(self, begin: int, end: int) -> Pieces:
         flat, own, num = self.flat, self._own, len(self.flat.segments)

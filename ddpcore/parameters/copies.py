@@ -114,8 +114,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _hooks_of(parameter: Tensor, kind: str) -> list[Callable[..., Any]]:
-    hooks = getattr(parameter, kind) or {}
-    return [hook for hook in hooks.values() if not _is_ours(hook)]
+    return [hook for hook in (getattr(parameter, kind) or {}).values() if not _is_ours(hook)]
 
 
 def _is_ours(value: Any) -> bool:

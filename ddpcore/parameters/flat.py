@@ -386,8 +386,7 @@ def plan_buckets(numel: int, size: int, first_size: int) -> list[tuple[int, int]
     if min(size, first_size) < ALIGNMENT:
         raise ValueError(f"a bucket must have at least {ALIGNMENT} elements, the alignment")
     size, first = (one // ALIGNMENT * ALIGNMENT for one in (size, first_size))
-    begins = [0, *range(first, numel, size)] if numel else []
-    return list(pairwise([*begins, numel]))
+    return list(pairwise([*([0, *range(first, numel, size)] if numel else []), numel]))
 
 
 def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:

@@ -74,8 +74,8 @@ def changes_late(parameter: Tensor) -> bool:
     """Whether a hook of a program may change ``.grad`` where ``torch.autograd.grad`` calls none."""
     late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in late)
-    kinds = ("register_prehook", "register_hook")
-    return any(not one.startswith("ddpcore.") for one in modules) or any(node_hooks(parameter, one) for one in kinds)
+    of_node = node_hooks(parameter, "register_prehook") or node_hooks(parameter, "register_hook")
+    return bool(of_node) or any(not one.startswith("ddpcore.") for one in modules)
 
 
 def is_compiled_autograd() -> bool:

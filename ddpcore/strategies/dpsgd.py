@@ -167,9 +167,7 @@ class DPSGD(GradientAverages):
         if self.group > 1 and (staleness or compression is not None):
             raise ValueError(f"dpsgd: group is {group}: take staleness 0 and no compression, or leave group out")
         self.topology = self._between(topology_of(self.name, topology, RandomPair))
-        self.order = order
-        self.staleness = staleness
-        self.compression = compression
+        self.order, self.staleness, self.compression = order, staleness, compression
         self.consensus = share.value if isinstance(share, Setting) else share
         self._share = share
         self._reference_lr: float | None = None  # of the consensus
@@ -316,8 +314,7 @@ class DPSGD(GradientAverages):
         factor *= 1.0 if self.compression is None else self.compression.consensus_step
         if is_narrow(weights_LP.dtype):
             published = weights_LP if published is None else published
-            average = exchange.correction(published.float(), factor, partial(_widened, decode))
-            return _NarrowAverage(average, self)
+            return _NarrowAverage(exchange.correction(published.float(), factor, partial(_widened, decode)), self)
         return exchange.mixture() if published is None else exchange.correction(published, factor, decode)
 
     @override

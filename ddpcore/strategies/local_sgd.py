@@ -194,9 +194,7 @@ class LocalSGD(GradientAverages):
     @override
     def plan(self, step: int) -> Plan:
         """Before the switch as SSGD. Policies act at the end of each period of fragment 0, when all learners meet."""
-        if step < self.switch_step:
-            return Plan(ALL)
-        return Plan(self.group, weights=self._is_due(step + 1, 0))
+        return Plan(ALL) if step < self.switch_step else Plan(self.group, weights=self._is_due(step + 1, 0))
 
     @override
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
@@ -268,8 +266,7 @@ class LocalSGD(GradientAverages):
         rows_LX = weights_LX if copy_LX is None else copy_LX.copy_(weights_LX)
         if self._mixing is None:
             scale_(rows_LX, shares, learner)
-            work = learner.comm.average_(rows_LX, learner.step - 1)
-            return partial(_filled, rows_LX, work.wait)
+            return partial(_filled, rows_LX, learner.comm.average_(rows_LX, learner.step - 1).wait)
         if self.overlap or self.group > 1:
             exchange = exchange_columns(learner.comm, rows_LX, self._mixing, self.group, learner.step - 1)
             return partial(_filled, rows_LX, lambda: exchange.mixture().apply_(rows_LX))
@@ -315,8 +312,7 @@ class LocalSGD(GradientAverages):
             return self._rounds.ends(step)
         if local <= self.warmup_steps:  # 1, 2, 4, ... up to H, in equal shares of the warm-up
             doublings = (self.period - 1).bit_length()
-            period = min(self.period, 2 ** ((local - 1) * doublings // self.warmup_steps))
-            return local % period == 0
+            return local % min(self.period, 2 ** ((local - 1) * doublings // self.warmup_steps)) == 0
         return (local + fragment * self.period // self._num_fragments) % self.period == 0
 
     @override

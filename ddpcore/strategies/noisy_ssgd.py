@@ -134,5 +134,4 @@ class NoisySSGD(SSGD):
 
 def _seed_of(seed: int, rank: int) -> int:
     """A different stream for each learner and each seed."""
-    digest = hashlib.blake2b(f"{seed}, learner {rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b(f"{seed}, learner {rank}".encode(), digest_size=8).digest(), "little") >> 1

@@ -95,14 +95,14 @@ class Part(NamedTuple):
 
 def check_fragments(fragments: Fragments, period: int) -> int:
     """The number of fragments. ValueError: there is none, there are more than steps, or one has no names."""
-    are_lists = isinstance(fragments, Sequence) and not isinstance(fragments, str)
-    for names in fragments if are_lists else ():
+    lists = fragments if isinstance(fragments, Sequence) and not isinstance(fragments, str) else None
+    for names in lists or ():
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
             raise ValueError(
                 f"local_sgd: fragments has {names!r}: each fragment is a list of names of modules, such as "
                 "['layer1', 'layer2']"
             )
-    number: int = len(fragments) if are_lists else typed("local_sgd: fragments", fragments, int)
+    number: int = typed("local_sgd: fragments", fragments, int) if lists is None else len(lists)
     check_range("local_sgd: fragments", number, least=1, most=period)
     return number
 

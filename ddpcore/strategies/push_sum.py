@@ -81,8 +81,7 @@ class PushSum(Strategy):
 
     def _held(self, learner: Learner) -> Tensor:
         """p of the learners held here, ``[L, 1]``, with the dtype and the device of the weights."""
-        held = self._push_weights[list(learner.comm.learners)]
-        return held[:, None].to(learner.flat.param_LP)
+        return self._push_weights[list(learner.comm.learners)][:, None].to(learner.flat.param_LP)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -93,8 +93,7 @@ class Star(Static):
         check(step, rank, num_learners)
         neighbors = (0,) if rank else tuple(range(1, num_learners))
         weight = 1 / num_learners
-        own = (num_learners - len(neighbors)) / num_learners
-        return Round(own, neighbors, (weight,) * len(neighbors), neighbors)
+        return Round((num_learners - len(neighbors)) / num_learners, neighbors, (weight,) * len(neighbors), neighbors)
 
 
 @dataclass(frozen=True)

@@ -197,5 +197,4 @@ def weighted_gap(matrices: Sequence[Vector], weights: Vector, *, is_random: bool
         square = sum(one.T @ one for one in scaled) / len(scaled)
         return min(1.0, 1.0 - float(np.linalg.eigvalsh(square - np.outer(root, root))[-1]))
     product = reduce(np.matmul, reversed(scaled))
-    shrunk = float(np.linalg.norm(product - np.outer(root, root), 2))
-    return max(0.0, 1.0 - shrunk ** (1 / len(matrices)))
+    return max(0.0, 1.0 - float(np.linalg.norm(product - np.outer(root, root), 2)) ** (1 / len(matrices)))

@@ -127,8 +127,7 @@ def _shape_options(config: TrainConfig) -> dict[str, Any]:
     if config.data.name != "synthetic":
         return {}
     spec = MODELS.spec(config.model.name)
-    shape = {"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}
-    return {**shape, "num_classes": spec.num_classes}
+    return {**({"input_shape": spec.input_shapes[0]} if spec.input_shapes else {}), "num_classes": spec.num_classes}
 
 
 class Datasets:
@@ -351,8 +350,7 @@ AT_ONCE_WORK = 5e7
 def _at_once(config: TrainConfig, dataset: Dataset, placement: LearnerPlacement) -> int | None:
     """All virtual learners if their passes are small; None leaves it to :meth:`ddpcore.Distributed.split`."""
     num = len(placement.learners)
-    is_small = num > 1 and forward_work(config, dataset, placement.world.world_size) / num < AT_ONCE_WORK
-    return num if is_small else None
+    return num if (num > 1 and forward_work(config, dataset, placement.world.world_size) / num < AT_ONCE_WORK) else None
 
 
 def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float:

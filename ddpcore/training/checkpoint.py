@@ -164,8 +164,7 @@ class Checkpoints:
         try:
             of_tensors, of_tree = (self.path(step) / name for name in rank_files(rank))
             tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
-            tensors = load_safetensors().torch.load_file(of_tensors)
-            return unpack(tree, tensors, device)
+            return unpack(tree, load_safetensors().torch.load_file(of_tensors), device)
         except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
             reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__
             raise ValueError(f"checkpoint {shown(self.path(step))} cannot be read ({reason}): remove it") from error
