@@ -41,6 +41,7 @@ class NoiseStatistics:
             pass. If the step accumulates gradients, it must yield the same parts. With it the noise scale of every
             strategy is that at the mean weights.
         full_loss: the same loss on all data or on a large fixed batch, each rank its share. Enables :class:`Dynamics`.
+            Hooks that change gradients do not run in its passes, because its gradient is that of the loss.
         full_loss_of: description of these data for the record.
         hessian: also equation 4, by n - 1 (at most eight) Hessian-vector products of ``full_loss`` a measured step: it
             is exact up to nine learners, and an unbiased estimate beyond.
