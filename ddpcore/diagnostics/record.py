@@ -40,7 +40,6 @@ TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate
 NO_STEP = "no step since the last record had finite gradients of one full batch a learner"
 NOT_FINITE = "a gradient of this step is not finite"
 UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
-LATE_HOOKS = "a hook changes .grad itself, which the gradients of loss= leave out: take Tensor.register_hook"
 NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"
 
 Mark = Any  # a torch.cuda.Event, or seconds

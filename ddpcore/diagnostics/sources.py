@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
-from ddpcore.diagnostics.record import LATE_HOOKS, MEASURED, Measured, RecordBuffer
+from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
-from ddpcore.parameters.hooks import changes_late, own_hooks
+from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -217,7 +217,6 @@ class LearnerStatistics(Source):
         grad_LP = own_LP
         if config.loss is not None:
             grad_LP = self._gradient_at(mean_LP, config.loss, random)[0]
-            result.reason = LATE_HOOKS * any(changes_late(one) for one in flat.parameters if one.requires_grad)
         elif self._left_LP is not None and bool(self._left_LP.any()):
             scale = scale_of(config.scaler, own_LP.device)
             unscale = self._unscale(own_LP) if scale is None else scale.reciprocal().to(own_LP)

@@ -70,14 +70,6 @@ def node_hooks(parameter: Tensor, register: str) -> list[Callable[..., Any]]:
     return [hook for number, hook in hooks.items() if number != handle.id]
 
 
-def changes_late(parameter: Tensor) -> bool:
-    """Whether a hook of a program may change ``.grad`` where ``torch.autograd.grad`` calls none."""
-    late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-    modules = (getattr(getattr(hook, "func", hook), "__module__", "") for hook in late)
-    of_node = node_hooks(parameter, "register_prehook") or node_hooks(parameter, "register_hook")
-    return bool(of_node) or any(not one.startswith("ddpcore.") for one in modules)
-
-
 def is_compiled_autograd() -> bool:
     """Whether compiled autograd runs the backward pass, or will run it."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
