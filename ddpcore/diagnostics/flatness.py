@@ -33,7 +33,7 @@ from ddpcore.diagnostics.passes import Loss, twice_differentiable
 STRENGTH = 0.1  # s
 NUM_PROBES = 16  # random vectors for the trace, and for the noise
 TOLERANCE = 1e-3  # of eigenvalues, relative: far below the differences between seeds
-MOST_PRODUCTS = 100_000
+MOST_PRODUCTS = 100_000  # of an eigenvalue, so that an iteration that does not converge ends
 
 
 @dataclass(frozen=True, kw_only=True)

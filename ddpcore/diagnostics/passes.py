@@ -217,33 +217,36 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
-    with sdpa_kernel(SDPBackend.MATH), without_hooks(model):
+    with sdpa_kernel(SDPBackend.MATH), _Replaced(torch._weight_norm, _quotient), without_hooks(model):
         yield
 
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """In the block no hook of a parameter, module or activation changes a gradient, and weight norms are quotients."""
+    """In the ``with`` block no hook of a parameter, module or activation changes a gradient."""
     owners, kinds = (*model.modules(), *model.parameters()), ("_backward_hooks", "_backward_pre_hooks")
     tables = (getattr(owner, kind, None) for owner in owners for kind in kinds)
     found = [(table, dict(table)) for table in tables if table]
     try:
         for table, _ in found:
             table.clear()
-        with _TwiceDifferentiable():
+        with _Replaced(Tensor.register_hook, _no_hook):
             yield
     finally:
         for table, hooks in found:
             table.update(hooks)
 
 
-class _TwiceDifferentiable(TorchFunctionMode):
-    """Weight norms as ``v * (g / |v|)``, and no hooks of tensors."""
+class _Replaced(TorchFunctionMode):
+    """Calls of one function of torch call another one."""
+
+    def __init__(self, function: Any, other: Any) -> None:
+        super().__init__()
+        self._function, self._other = function, other
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = {torch._weight_norm: _quotient, Tensor.register_hook: _no_hook}.get(func, func)
-        return replacement(*args, **(kwargs or {}))
+        return (self._other if func is self._function else func)(*args, **(kwargs or {}))
 
 
 def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
