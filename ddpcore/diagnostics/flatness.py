@@ -61,7 +61,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         seed: of probes and noise.
 
     The measures are NaN if the loss or its curvature is not finite. ValueError: no parameter needs a gradient, or the
-    loss is not one number with a graph.
+    loss is not one number with a graph. RuntimeError: an eigenvalue needs more than 100,000 products.
     """
     hessian = Hessian(model, loss)
     weights_P, loss_at = hessian.weights.values_P, hessian.weights.loss_at

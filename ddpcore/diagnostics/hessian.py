@@ -23,7 +23,7 @@ class Hessian:
     """The Hessian H of a loss at the model's current weights. It is never stored: only its products are computed.
 
     After each call weights, mode, buffers and random generators are as before, also after an exception. Each
-    evaluation draws the same random numbers (dropout). Attention is matrix products, and no gradient hook runs.
+    evaluation draws the same random numbers (dropout). Attention runs as matrix products, and no gradient hook runs.
 
     Args:
         model: the model; its mode (train or eval) is not changed. For learners, ``handle.evaluation_model()``.

@@ -20,7 +20,7 @@ def _hierarchical(local_size: int = 2) -> Hierarchical:
 
 def _scheduled(stages: Any = ((0, "ring"),), seed: int = 0) -> Scheduled:
     """A topology from each step on, by name or by a table of name and options: ``[[0, "ring"], [600, "complete"]]``."""
-    return Scheduled([(step, topology_named(one, seed)) for step, one in Milestones(stages).stages])
+    return Scheduled([(step, topology_named(one, seed)) for step, one in Milestones(stages, "topology").stages])
 
 
 def topology_named(wanted: Any, seed: int = 0) -> Topology:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +19,13 @@ Varying = float | Callable[[int], float] | Sequence[tuple[int, float]]
 class Milestones(Generic[T]):
     """A schedule of pieces, pairs of a step and the value from there on: ``((0, 64), (600, 1))``.
 
-    ValueError: ``stages`` are no such pairs, or their steps do not ascend from 0.
+    ValueError: ``stages`` are no such pairs, or their steps do not ascend from 0; it begins with ``name``.
     """
 
     stages: Sequence[tuple[int, T]]
+    name: InitVar[str] = "a schedule"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, name: str) -> None:
         try:
             stages = tuple((step, value) for step, value in self.stages)
         except (TypeError, ValueError):
@@ -32,7 +33,7 @@ class Milestones(Generic[T]):
         steps = [step for step, _ in stages]
         if any(type(step) is not int for step in steps) or steps[:1] != [0] or any(a >= b for a, b in pairwise(steps)):
             raise ValueError(
-                f"milestones are {self.stages!r}: they must be pairs of a step and a value, in ascending order from "
+                f"{name} is {self.stages!r}: it must be pairs of a step and a value, in ascending order from "
                 "step 0, such as [[0, 64], [600, 1]]"
             )
         object.__setattr__(self, "stages", stages)
@@ -56,7 +57,7 @@ class Setting:
     """
 
     def __init__(self, name: str, value: Any, kind: type[float] = float, **limits: Any) -> None:
-        self.value: Any = Milestones(value) if isinstance(value, list | tuple) else value
+        self.value: Any = Milestones(value, name) if isinstance(value, list | tuple) else value
         self.name, self.changes, self._limits = name, callable(self.value), limits
         for step, one in self.value.stages if isinstance(self.value, Milestones) else ((0, value),):
             if not callable(one):

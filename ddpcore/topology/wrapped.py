@@ -136,7 +136,7 @@ class Scheduled(Topology):
 
     def __post_init__(self) -> None:
         if not isinstance(self.stages, Milestones):
-            object.__setattr__(self, "stages", Milestones(self.stages))
+            object.__setattr__(self, "stages", Milestones(self.stages, "stages"))
         for _, topology in self.stages.stages:
             if not isinstance(topology, Topology):
                 raise ValueError(f"Scheduled: a stage has {topology!r}: pass an instance, such as ddpcore.Ring()")
