@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torch import Tensor
-
 from ddpcore.options.typed import suggest, typed
 
 Part = TypeVar("Part")
@@ -141,12 +139,12 @@ class Registry(Generic[Part]):
 def _is_plain(hint: Any) -> bool:
     """Whether ``typed`` can check this type hint: bool, a number, text, a tuple of these, or one of these or None."""
     if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind not in _LEFT_OUT]
+        kinds = [kind for kind in get_args(hint) if getattr(kind, "__name__", "") not in _LEFT_OUT]
         return len(kinds) == 1 and _is_plain(kinds[0])
     if get_origin(hint) is tuple:
         return get_args(hint)[1:] == (...,) and _is_plain(get_args(hint)[0])
     return hint in (int, float, bool, str)
 
 
-_LEFT_OUT = (type(None), Tensor)  # of torch's optimizers
+_LEFT_OUT = ("NoneType", "Tensor")  # of torch's optimizers
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
