@@ -232,8 +232,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     rows = result["rows"]
     names = [_name(row) for row in rows]
     first = rows[0]["step_ms"]["p50"] if rows else None
-    ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
-    relative = Series(name="ratio", x=names, y=ratios)
+    relative = Series(name="ratio", x=names, y=[row["step_ms"]["p50"] / first for row in rows] if first else [])
     curves = [(name, row["curve"]) for name, row in zip(names, rows, strict=True) if row.get("curve")]
     drawn = []
     for key in ("steps", "seconds"):

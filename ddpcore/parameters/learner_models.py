@@ -105,12 +105,12 @@ class LearnerModels(nn.Module):
                     f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners: "
                     "pass [learners, batch, ...], one mini-batch per learner"
                 )
-        for leaf in leaves if len(self.models) > 1 and len(tensors) < len(leaves) else ():
-            if not isinstance(leaf, Tensor) and _has_rows(leaf, len(self.models)):
-                raise ValueError(
-                    f"an input of type {type(leaf).__name__} would go whole to each learner: pass its tensors, also in "
-                    "tuples, lists and dicts, as [learners, batch, ...], or call each of handle.models"
-                )
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)] if len(tensors) < len(leaves) else []
+        if hiding := [type(one).__name__ for one in others if _has_rows(one, len(self.models))]:
+            raise ValueError(
+                f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
+                "and dicts, as [learners, batch, ...], or call each of handle.models"
+            )
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
@@ -200,7 +200,7 @@ def _row_of(tensor: Tensor, row: int) -> Tensor:
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:
     """Whether a value that torch's pytree does not open has a tensor or array with a row for each of ``num``."""
     if isinstance(value, Tensor | np.ndarray):
-        return value.ndim > 1 and len(value) == num
+        return value.ndim > 1 and len(value) == num > 1
     if isinstance(value, nn.Module | ModuleType | type) or not depth:
         return False
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()

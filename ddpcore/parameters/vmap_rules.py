@@ -24,6 +24,7 @@ _PLAIN = {
 # layers, and loses time for each weight, whose gradient it writes in another layout. Measured by bench_learners.py.
 FIXED = 5  # learners
 LAYER = 2**16  # weights of a layer for which vmap loses as much as it saves
+_IN_TURN = ("_compiled_call_impl", "padding_idx")  # in vmap torch gives the padding of an embedding a gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _VALUES = (bool, int, float, str, torch.Size)
@@ -159,16 +160,9 @@ def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _breaks_vmap(module: nn.Module) -> bool:
-    """Whether vmap cannot run a module for all learners: it has hooks or a parametrization, or is compiled, or pads.
-
-    In vmap torch gives the rows of ``padding_idx`` of embeddings a gradient.
-    """
+    """Whether vmap cannot run a module for all learners: it has hooks or a parametrization, or one of ``_IN_TURN``."""
     own = vars(module)
-    if (
-        own.get("padding_idx") is not None
-        or "parametrizations" in module._modules
-        or own.get("_compiled_call_impl") is not None
-    ):
+    if "parametrizations" in module._modules or any(own.get(name) is not None for name in _IN_TURN):
         return True
     return any(not getattr(hook, "is_ours", False) for name in _HOOKS if own.get(name) for hook in own[name].values())
 
