@@ -163,8 +163,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
         if compute_of(name) in block_seconds and not is_alone:
             exposed = exposed_ms(seconds, block_seconds[compute_of(name)], steps)
         if against is not None:
-            ratios = (theirs / ours for theirs, ours in zip(against, seconds, strict=True))
-            ratio = quantiles(ratios)["p50"]
+            ratio = quantiles(theirs / ours for theirs, ours in zip(against, seconds, strict=True))["p50"]
         rates = [num / s for num, s in zip(result["block_samples"], seconds, strict=True)]
         row = {
             "strategy": name,
