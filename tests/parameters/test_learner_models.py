@@ -353,6 +353,16 @@ def test_dropout_differs_between_learners() -> None:
         assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
 
 
+def test_copies_have_gradients_of_the_dtype_that_the_model_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).bfloat16()
+    model[0].weight.grad_dtype, model[1].weight.grad_dtype = torch.float32, None
+    model[0].weight.grad = torch.ones(2, 4)
+    for one in copies_of(model, 3):
+        one(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        assert one[0].weight.grad.dtype == torch.float32 and one[0].bias.grad.dtype == torch.bfloat16
+        assert one[1].weight.grad_dtype is None
+
+
 def test_copies_share_what_is_tied() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].weight = model[0].weight
