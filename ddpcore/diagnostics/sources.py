@@ -135,8 +135,7 @@ class LearnerStatistics(Source):
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        flat = learner.flat
-        begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
+        begin = int(columns.storage_offset()) - int(learner.flat.grad_LP.storage_offset())
         bounds, numbers = self._part(begin, begin + columns.shape[1])
         if begin == 0 or self._own is None:
             self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)

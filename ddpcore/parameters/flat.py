@@ -62,7 +62,7 @@ class FlatParameters:
     learners, learner 0 first; ``param_views`` and ``grad_views`` have their order.
 
     ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse, complex,
-    of 8 bits, not dense, or overlaps another one in memory.
+    of 8 bits, not dense, a wrapper of other tensors, or overlaps another one in memory.
     """
 
     param_LP: Tensor
@@ -431,6 +431,8 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
                 f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
                 "bits: convert it, or freeze it with requires_grad_(False)"
             )
+        if parameter.numel() and not parameter.data_ptr():
+            raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         if not _is_dense(parameter):
             advice = "use parameter.data = parameter.data.contiguous()"
             raise ValueError(f"parameter {name} is not dense in memory: {advice}")
