@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torchrun = launch.torchrun_world()
         if torchrun is not None:
             program += f", rank {torchrun.rank}"
-        given = command_line.parse(kind.options, words, prog=prog, epilog=epilog)
-        start = kind.prepare(given, torchrun)
+        start = kind.prepare(command_line.parse(kind.options, words, prog=prog, epilog=epilog), torchrun)
         started = True
         start()
     except KeyboardInterrupt:

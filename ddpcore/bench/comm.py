@@ -68,8 +68,7 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
         f"run.device={resolve_device(config.device, torch.cuda.device_count())}",
         f"data.batch_size={num_ranks}",
     )
-    bench = BenchConfig(settings=settings, world_size=config.world_size)
-    resolved = command.resolve_ranks(bench, torchrun)
+    resolved = command.resolve_ranks(BenchConfig(settings=settings, world_size=config.world_size), torchrun)
     chosen, hosts = [], 1 if torchrun is None else torchrun.num_hosts
     for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:
         try:
@@ -78,8 +77,7 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
         except ValueError:
             if config.transport is not None:
                 raise
-    processes = resolved.world_size if resolved.device == "cpu" else 1
-    per_mib = processes * len(chosen) * BUFFERS * MiB
+    per_mib = (resolved.world_size if resolved.device == "cpu" else 1) * len(chosen) * BUFFERS * MiB
     largest = max(1, int(min(command.free_memory(resolved.device) / per_mib, config.max_mib)))
     advice = f"take --max-mib {largest}, or name one --transport"
     command.check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)

@@ -163,8 +163,7 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
         if compute_of(name) in block_seconds and not is_alone:
             exposed = exposed_ms(seconds, block_seconds[compute_of(name)], steps)
         if against is not None:
-            ratios = (theirs / ours for theirs, ours in zip(against, seconds, strict=True))
-            ratio = quantiles(ratios)["p50"]
+            ratio = quantiles(theirs / ours for theirs, ours in zip(against, seconds, strict=True))["p50"]
         rates = [num / s for num, s in zip(result["block_samples"], seconds, strict=True)]
         row = {
             "strategy": name,
@@ -232,8 +231,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     rows = result["rows"]
     names = [_name(row) for row in rows]
     first = rows[0]["step_ms"]["p50"] if rows else None
-    ratios = [row["step_ms"]["p50"] / first for row in rows] if first else []
-    relative = Series(name="ratio", x=names, y=ratios)
+    relative = Series(name="ratio", x=names, y=[row["step_ms"]["p50"] / first for row in rows] if first else [])
     curves = [(name, row["curve"]) for name, row in zip(names, rows, strict=True) if row.get("curve")]
     drawn = []
     for key in ("steps", "seconds"):

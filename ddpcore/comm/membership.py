@@ -203,8 +203,7 @@ class Roll:
         deadline = time.monotonic() + self.timeout
         while not store.check([list_key]):
             call = store.add(f"{number}/call", 1)
-            asked = time.monotonic()
-            left = self._left(number, members, call, asked + ANSWER_SECONDS)
+            left = self._left(number, members, call, time.monotonic() + ANSWER_SECONDS)
             waiting = [one for one in left if not store.check([f"{number}/ready/{one}"])]
             if not waiting:
                 return tuple(self.write_once(list_key, left))

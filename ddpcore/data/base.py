@@ -186,8 +186,7 @@ class Dataset:
             total = len(splits[name]) if name in splits else 0
             if not 1 <= wanted <= total:
                 raise ValueError(f"{self.name}: cannot take {wanted} of {total} {name} samples")
-            order = torch.from_numpy(permutation(total, *key).copy())
-            changed[name] = splits[name].take(order[:wanted])
+            changed[name] = splits[name].take(torch.from_numpy(permutation(total, *key).copy())[:wanted])
         return replace(self, **changed)  # type: ignore[arg-type]
 
     def with_random_labels(self, seed: int = 0) -> Dataset:

@@ -135,13 +135,11 @@ class LearnerStatistics(Source):
 
     @override
     def bucket_ready(self, learner: Learner, columns: Tensor) -> None:
-        flat = learner.flat
-        begin = int(columns.storage_offset()) - int(flat.grad_LP.storage_offset())
+        begin = int(columns.storage_offset()) - int(learner.flat.grad_LP.storage_offset())
         bounds, numbers = self._part(begin, begin + columns.shape[1])
         if begin == 0 or self._own is None:
             self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
-        sums = noise_sums(list(columns.unbind()), bounds)
-        self._own.index_add_(1, numbers, sums.diagonal(dim1=1, dim2=2).T)
+        self._own.index_add_(1, numbers, noise_sums(list(columns.unbind()), bounds).diagonal(dim1=1, dim2=2).T)
 
     @override
     def gradients_averaged(self, learner: Learner) -> None:
@@ -195,8 +193,7 @@ class LearnerStatistics(Source):
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
             mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
-        full_P = self._full_gradient(weights_LP, config.full_loss, result)
-        self._add_products(result, own_P, mean_P, full_P)
+        self._add_products(result, own_P, mean_P, self._full_gradient(weights_LP, config.full_loss, result))
         result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
     def _measure_different(self, result: Measured, random: RandomState | None) -> _Sums:
@@ -418,8 +415,7 @@ class PassStatistics(Source):
         self._added.clear()
         self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
-        parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters]
-        row = torch.cat(parts)
+        row = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters])
         squares = noise_sums([row], self._bounds, self._before)[:, 0, 0]
         self._squares = squares if self._squares is None else self._squares + squares
         self._before = row

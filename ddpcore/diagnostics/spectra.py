@@ -173,8 +173,7 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
         exact = float(np.trace(operator.dense()))
         return Estimate(value=exact, error=0.0, low=exact, high=exact)
     generator = torch.Generator().manual_seed(seed)
-    sketch_KP = operator(operator.directions(third, generator))
-    basis_PK = torch.linalg.qr(sketch_KP.double().T).Q
+    basis_PK = torch.linalg.qr(operator(operator.directions(third, generator)).double().T).Q
     found = operator(basis_PK.T.to(operator.like)).double()
     largest = float((found * basis_PK.T).sum())
     probes_KP = operator.signs(third, generator).double()

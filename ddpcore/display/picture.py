@@ -147,8 +147,7 @@ def _bars(axes: Any, chart: Chart) -> None:
 
 def _distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
     """How far an error bar goes from each value to its end; 0 without a value or an end."""
-    pairs = zip(values, ends, strict=True)
-    return [0.0 if value is None or end is None else abs(end - value) for value, end in pairs]
+    return [0.0 if value is None or end is None else abs(end - value) for value, end in zip(values, ends, strict=True)]
 
 
 def _heat(axes: Any, chart: Chart) -> None:

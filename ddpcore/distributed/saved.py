@@ -113,8 +113,7 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
         if value not in known.split(", "):
             raise ValueError(f"{name} is {value!r}: choose from {known}")
     saved, strategy = states[0]["handle"], handle.strategy
-    here = f"{strategy!r} of "
-    if not saved["made_by"].startswith(here):
+    if not saved["made_by"].startswith(f"{strategy!r} of "):
         raise ValueError(f"the state is of {saved['made_by']} and this is {strategy!r}: use the same strategy")
     if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None:
         raise ValueError(f"learners of {strategy.name} have no plain average here: resume with as many learners")
@@ -324,8 +323,7 @@ def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Str
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
         return []
     parts, numbers = strategy.traits.columns, [key for key in keys if isinstance(key, int)]
-    spans = [parts[number] for number in numbers[-1:] if number < len(parts)]
-    for begin, end in [*spans, (0, flat.numel)]:
+    for begin, end in [*[parts[number] for number in numbers[-1:] if number < len(parts)], (0, flat.numel)]:
         if leaf.numel() == leaf.shape[-1] == end - begin:
             return [segment for segment in flat.segments if begin <= segment.offset < end]
     return []

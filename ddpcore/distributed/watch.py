@@ -355,8 +355,8 @@ class LoopWatch:
         flat = self._flat
         if self._segments is not flat.segments:  # allocated anew
             self._segments, self._columns = flat.segments, sampled_columns(flat)
-            self._sizes = [view.numel() for view in flat.param_views]
-            index = next((index for index, size in enumerate(self._sizes) if size), 0)
+            self._layouts = list(map(Tensor.numel, flat.param_views)), list(map(Tensor.stride, flat.param_views))
+            index = next((index for index, size in enumerate(self._layouts[0]) if size), 0)
             self._first = index, flat.segments[index].offset * flat.param_LP.element_size()
         index, offset = self._first  # of the first segment that is not empty
         if flat.param_LP.data_ptr() + offset != flat.param_pointers[index]:
@@ -368,17 +368,16 @@ class LoopWatch:
         """Check that each parameter is still its view of the flat buffer."""
         flat = self._flat
         self._check_buffers()
-        if flat.grad_start is not None and flat.current_grad_pointers() != flat.grad_pointers:  # set by program
+        if flat.grad_start is not None and not flat.has_grads_in_place():
             flat.renew_grad_views()
-        parts = flat.locals(flat.parameters)
-        found = list(map(Tensor.data_ptr, parts)), list(map(Tensor.numel, parts))
-        if found == ([*flat.param_pointers], self._sizes):
+        parts, known = flat.locals(flat.parameters), ([*flat.param_pointers], *self._layouts)
+        if (found := tuple(list(map(read, parts)) for read in (Tensor.data_ptr, Tensor.numel, Tensor.stride))) == known:
             return
-        places = zip(flat.names * flat.num_rows, *found, flat.param_pointers, self._sizes, strict=True)
-        name = next(name for name, *own, pointer, size in places if own != [pointer, size])
+        places = zip(flat.names * flat.num_rows, zip(*found, strict=True), zip(*known, strict=True), strict=True)
+        name = next(name for name, own, place in places if own != place)
         raise RuntimeError(
-            f"parameter {name} has left the flat buffer (.to(), .data =, prune.remove or vector_to_parameters): change "
-            "weights in place, with copy_"
+            f"parameter {name} has left the flat buffer (.to(), .t_(), .data =, prune.remove or vector_to_parameters): "
+            "change weights in place, with copy_"
         )
 
     def _check_optimized(self) -> None:

@@ -189,5 +189,4 @@ def plot_comparison(comparison: Mapping[str, Any], path: Path, labels: Sequence[
     check_plot(path)
     from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
 
-    charts = [*study_charts(comparison, labels), *curve_charts(comparison, labels)]
-    plot_charts(charts, path, comparison["title"])
+    plot_charts([*study_charts(comparison, labels), *curve_charts(comparison, labels)], path, comparison["title"])

@@ -124,8 +124,7 @@ def _compute_one(
     elif options.plane == "random":
         plane = random_plane(run.model, seed=options.seed)
     else:  # one vector after the other has the same bits in each run, so that the file can be continued
-        vectors = Hessian(run.model, data).eigenvalues(largest=2, smallest=0)
-        plane = eigenvector_plane(run.model, vectors)
+        plane = eigenvector_plane(run.model, Hessian(run.model, data).eigenvalues(largest=2, smallest=0))
     x, y = (np.linspace(low, high, options.points) for low, high in low_high)
     batch_norm = options.batch_norm or batch_norm
     landscape(data, plane, x=x, y=y, batch_norm=batch_norm, curvature=options.ratio, out=path, group=group)

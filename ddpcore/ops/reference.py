@@ -89,8 +89,7 @@ class TensorStep(NamedTuple):
         if self.first is None:
             return state
         drawn = words(state.numel(), self.seed, self.taken or 0, self.first, state.device)
-        random = drawn >> 16 if is_second else drawn & 0xFFFF
-        return round_to_bf16(state.float(), random[memory_order(self.param)])
+        return round_to_bf16(state.float(), (drawn >> 16 if is_second else drawn & 0xFFFF)[memory_order(self.param)])
 
 
 def tensor_steps(
@@ -129,8 +128,7 @@ def tensor_steps(
         if not clip >= 1:
             factor *= clip
     rates = [float(tensor) for tensor in device_lr] or lr
-    groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    for index, group in enumerate(groups):
+    for index, group in enumerate([group for group, size in enumerate(group_sizes) for _ in range(size)]):
         weight = _weight(params[index], masters[index] if masters else None)
         yield TensorStep(
             position=index,

@@ -333,8 +333,7 @@ class FusedOptimizer(SavedOptimizer):
         self._split_steps(params)
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
-            members = params[position : position + size]
-            for param in members:
+            for param in params[position : position + size]:
                 self.create_states(groups[index], param, fresh)
                 state = self.state.get(param, _NO_STATE)
                 key = (param.dtype, param.device, "master" in state, rules[index])

@@ -96,8 +96,7 @@ def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str
     lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
     for index, group in enumerate(groups):
         options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
-        names = group.get("param_names", range(len(group["params"])))
-        for name, param in zip(names, group["params"], strict=True):
+        for name, param in zip(group.get("param_names", range(len(group["params"]))), group["params"], strict=True):
             name, param = param if isinstance(param, tuple) else (name, param)
             lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
     kept = [column for column in zip(*lines, strict=True) if any(column[1:])]

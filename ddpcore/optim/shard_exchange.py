@@ -143,8 +143,7 @@ def exchanged(
     for part, exchange in rounds:
         arrived, coming = coming, next(gathers, None)
         assert arrived is not None
-        results = compute([part[index] for index in exchange.owned], arrived())
-        following = exchange.scatter(results, like)
+        following = exchange.scatter(compute([part[index] for index in exchange.owned], arrived()), like)
         yield from back
         back = _numbered(part, following)
     yield from back

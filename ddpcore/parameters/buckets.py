@@ -248,8 +248,6 @@ class GradientBuckets:
                 yield at, list(flat.grad_LP[:, at : min(at + chunk, first)])
             for at in range(first, last, chunk):
                 to = min(at + chunk, last)
-                rows = flat.grad_LP[:, at:to]
-                places = range(segment, num * flat.num_rows, num)
-                pairs = zip(places, rows, strict=True)
+                pairs = zip(range(segment, num * flat.num_rows, num), flat.grad_LP[:, at:to], strict=True)
                 yield at, [own[place][at - start : to - start] if place in own else row for place, row in pairs]
             begin = last

@@ -37,6 +37,8 @@ def _learner_of(model: nn.Module) -> nn.Module:
         copied = _copied(model, memo)
         for parameter, own in zip(model.parameters(), copied.parameters(), strict=True):
             vars(own).update(copy.deepcopy(vars(parameter), memo))
+            if hasattr(parameter, "grad_dtype"):  # not in each version of torch
+                own.grad_dtype = parameter.grad_dtype
             own.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             for hook in _hooks_of(parameter, "_backward_hooks"):
                 own.register_hook(copy.deepcopy(hook, memo))

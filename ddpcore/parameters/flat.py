@@ -62,7 +62,7 @@ class FlatParameters:
     learners, learner 0 first; ``param_views`` and ``grad_views`` have their order.
 
     ValueError: there are no parameters, they have two devices or dtypes, or one is on the meta device, sparse, complex,
-    of 8 bits, not dense, or overlaps another one in memory.
+    of 8 bits, not dense, a wrapper of other tensors, or overlaps another one in memory.
     """
 
     param_LP: Tensor
@@ -210,7 +210,7 @@ class FlatParameters:
             return False
         if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
             return False
-        if self.current_grad_pointers() != self.grad_pointers:
+        if not self.has_grads_in_place():
             return False
         if self.before_gradients is not None:
             self.before_gradients()
@@ -299,13 +299,16 @@ class FlatParameters:
         """Make new views of ``grad_LP``. Each has its own version counter, which shows a change of this view alone."""
         self.grad_views = tuple(view.data for view in self.views_of(self.grad_LP))
         self.grad_pointers = tuple(map(Tensor.data_ptr, self.grad_views))
+        self._grad_strides = tuple(map(Tensor.stride, self.grad_views))
         if self.shards is not None:
             self.grad_views = tuple(map(self.shards.gradient, self.parameters, self.grad_views))
         self._grad_stacks = self.stacks_of(self.grad_LP)
 
-    def current_grad_pointers(self) -> tuple[int, ...]:
-        """The addresses of ``grad_views``: they differ from ``grad_pointers`` if the program has set ``grad.data``."""
-        return tuple(map(Tensor.data_ptr, self.locals(self.grad_views)))
+    def has_grads_in_place(self) -> bool:
+        """Whether the program has neither set ``grad.data`` nor transposed a gradient in place."""
+        parts = self.locals(self.grad_views)
+        is_in_place = tuple(map(Tensor.data_ptr, parts)) == self.grad_pointers
+        return is_in_place and tuple(map(Tensor.stride, parts)) == self._grad_strides
 
     def _move(self, values: list[Tensor], gradients: list[Tensor | None], layouts: Sequence[_Layout]) -> None:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
@@ -428,6 +431,8 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
                 f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
                 "bits: convert it, or freeze it with requires_grad_(False)"
             )
+        if parameter.numel() and not parameter.data_ptr():
+            raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         if not _is_dense(parameter):
             advice = "use parameter.data = parameter.data.contiguous()"
             raise ValueError(f"parameter {name} is not dense in memory: {advice}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
@@ -95,13 +97,20 @@ class LearnerModels(nn.Module):
         """
         num = len(self.rows)
         is_one = not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor)
-        tensors = inputs if is_one else [x for x in tree_leaves((inputs, named_inputs)) if isinstance(x, Tensor)]
+        leaves = inputs if is_one else tree_leaves((inputs, named_inputs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.dim() == 0 or len(tensor) != num:
                 raise ValueError(
                     f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners: "
                     "pass [learners, batch, ...], one mini-batch per learner"
                 )
+        others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)] if len(tensors) < len(leaves) else []
+        if hiding := [type(one).__name__ for one in others if _has_rows(one, len(self.models))]:
+            raise ValueError(
+                f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
+                "and dicts, as [learners, batch, ...], or call each of handle.models"
+            )
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
@@ -112,12 +121,14 @@ class LearnerModels(nn.Module):
         flat = self._flat
         token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
         first, models = self.rows.start, [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
+        own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]
+        if any(buffers.keys() != own[0].keys() for buffers in own):
+            return self._in_turn(inputs, named_inputs)
         num, param_LP, parameters = len(flat.segments), flat.param_LP[first : self.rows.stop], flat.parameters
         if len(models) < len(self.models):
             parameters = parameters[first * num : self.rows.stop * num]
         rows = _Rows.apply(token, flat, parameters, *flat.stacks_of(param_LP), *parameters)
         stacks = dict(zip(self._rules.names, rows, strict=True))
-        own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
         values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
         structure: Any = None
@@ -125,7 +136,7 @@ class LearnerModels(nn.Module):
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
             nonlocal values, structure
             state = {**parameters, **buffers}
-            values, structure = tree_flatten(functional_call(self.models[0], state, args, kwargs))
+            values, structure = tree_flatten(functional_call(models[0], state, args, kwargs))
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
 
@@ -135,6 +146,7 @@ class LearnerModels(nn.Module):
         for name, rows in buffers.items():
             for row, model_buffers in zip(rows, own, strict=True):
                 model_buffers[name].data.copy_(row.detach())
+        self._rules.share_state(self.rows)
         self._watch_weights(outputs)
         rest = iter(outputs)
         leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(models) for value in values]
@@ -183,6 +195,16 @@ def _row_of(tensor: Tensor, row: int) -> Tensor:
     if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
     return tensor.data[row]
+
+
+def _has_rows(value: Any, num: int, depth: int = 4) -> bool:
+    """Whether a value that torch's pytree does not open has a tensor or array with a row for each of ``num``."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 1 and len(value) == num > 1
+    if isinstance(value, nn.Module | ModuleType | type) or not depth:
+        return False
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(_has_rows(part, num, depth - 1) for part in (*items, *getattr(value, "__dict__", {}).values()))
 
 
 class _Rows(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves
 
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import num_hooks
@@ -22,6 +24,7 @@ _PLAIN = {
 # layers, and loses time for each weight, whose gradient it writes in another layout. Measured by bench_learners.py.
 FIXED = 5  # learners
 LAYER = 2**16  # weights of a layer for which vmap loses as much as it saves
+_IN_TURN = ("_compiled_call_impl", "padding_idx")  # in vmap torch gives the padding of an embedding a gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _VALUES = (bool, int, float, str, torch.Size)
@@ -80,13 +83,29 @@ class VmapRules:
         if not self._is_known():
             self._read()
         if self._hooked or self._num_hooks != num_hooks():
-            self._num_hooks, self._hooked = num_hooks(), any(map(_has_hooks, self._modules))
+            self._num_hooks, self._hooked = num_hooks(), any(map(_breaks_vmap, self._modules))
         if not self._alike or self._hooked or _has_any_global_hook():
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
             return False  # the program has set parameter.data for this pass
-        loose = ((vars(first).get(name), vars(other).get(name)) for first, other, name in self._loose)
-        return self._plain or (not plain_only and all(_same(*pair) for pair in loose))
+        return self._plain or (not plain_only and self._are_same())
+
+    def share_state(self, rows: range) -> None:
+        """After a pass of these learners in vmap, which ran the first one's modules: what it changed, all get."""
+        if self._plain or (self._is_known() and self._are_same()):
+            return
+        num = len(self._getters)
+        own = self._modules[rows.start * num : rows.stop * num]
+        for first, other in zip(own[:num] * len(rows), own, strict=True):
+            for name in _public(first):
+                value = vars(first)[name]
+                if not _same(value, vars(other).get(name, self)) and not any(
+                    isinstance(leaf, Tensor) for leaf in tree_leaves(value)
+                ):
+                    vars(other)[name] = copy.deepcopy(value)
+
+    def _are_same(self) -> bool:
+        return all(_same(vars(first).get(name), vars(other).get(name)) for first, other, name in self._loose)
 
     def _is_known(self) -> bool:
         """Whether nothing has changed. It runs before each forward pass, so it has no loop in Python over modules."""
@@ -140,10 +159,10 @@ def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(_values_of, chain.from_iterable(map(_own_members, attributes)))))
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks or a parametrization, or is compiled: vmap cannot run these for all learners."""
+def _breaks_vmap(module: nn.Module) -> bool:
+    """Whether vmap cannot run a module for all learners: it has hooks or a parametrization, or one of ``_IN_TURN``."""
     own = vars(module)
-    if "parametrizations" in module._modules or own.get("_compiled_call_impl") is not None:
+    if "parametrizations" in module._modules or any(own.get(name) is not None for name in _IN_TURN):
         return True
     return any(not getattr(hook, "is_ours", False) for name in _HOOKS if own.get(name) for hook in own[name].values())
 
@@ -180,6 +199,8 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(one):  # of a pass in vmap that has ended
+            return False
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))

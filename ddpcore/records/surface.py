@@ -106,8 +106,7 @@ class Surface:
             with np.errstate(invalid="ignore"):
                 edges = loss[row][None] * (1 - weights)[:, None] + loss[row + 1][None] * weights[:, None]
                 inner = edges[:, :-1, None] * (1 - weights) + edges[:, 1:, None] * weights
-            share = (inner <= high).mean(axis=(0, 2))
-            area += float((share * np.diff(self.x)).sum() * height)
+            area += float(((inner <= high).mean(axis=(0, 2)) * np.diff(self.x)).sum() * height)
         return math.sqrt(area / math.pi)
 
     def sharpness(self, radius: float, center: tuple[float, float] = (0.0, 0.0)) -> float:

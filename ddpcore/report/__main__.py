@@ -60,8 +60,7 @@ def _write(options: ReportOptions) -> int:
         return 2
     replace_file(options.out, page_of(sections).encode())
     if options.figures is not None:
-        num = write_figures(sections, options.figures)
-        print(f"{num} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
+        print(f"{write_figures(sections, options.figures)} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
     print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
     return 1 if problems else 0
 

@@ -55,8 +55,7 @@ def interleaved(
     for function in functions:
         seconds_of(function, 1, device)
         start = time.perf_counter()
-        once = seconds_of(function, 1, device)
-        num_calls.append(max(1, round(SHORTEST_SAMPLE / max(once, 1e-9))))
+        num_calls.append(max(1, round(SHORTEST_SAMPLE / max(seconds_of(function, 1, device), 1e-9))))
         pause = min(LONGEST_PAUSE, PAUSE_RATIO * num_calls[-1] * (time.perf_counter() - start))
         how.append({"pause": pause} if queued and device == "cuda" else {})
     samples: list[list[float]] = [[] for _ in functions]

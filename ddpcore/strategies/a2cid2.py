@@ -46,8 +46,7 @@ def acceleration_of(rates_NN: npt.NDArray[np.float64]) -> Acceleration:
     # Adding J / n inverts the constants too, and differences of rows and columns do not see them.
     inverse_NN = np.linalg.inv(laplacian_NN + 1 / num_learners)
     own_N = np.diag(inverse_NN)
-    resistances_NN = own_N[:, None] + own_N - 2 * inverse_NN
-    chi_2 = float(resistances_NN[rates_NN > 0].max()) / 2
+    chi_2 = float((own_N[:, None] + own_N - 2 * inverse_NN)[rates_NN > 0].max()) / 2
     return Acceleration(1 / (2 * math.sqrt(chi_1 * chi_2)), math.sqrt(chi_1 / chi_2) / 2)
 
 

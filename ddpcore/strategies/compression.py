@@ -131,8 +131,7 @@ class TopK(Codec):
 
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:
-        num_kept = max(1, int(self.ratio * rows_LP.shape[1]))
-        places = rows_LP.abs().topk(num_kept, dim=1, sorted=False).indices
+        places = rows_LP.abs().topk(max(1, int(self.ratio * rows_LP.shape[1])), dim=1, sorted=False).indices
         values = rows_LP.gather(1, places).float()
         return torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)], dim=1)
 

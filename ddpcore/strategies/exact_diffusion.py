@@ -96,8 +96,7 @@ class ExactDiffusion(Strategy):
             self._correction_LP = torch.zeros_like(weights_LP)
         weights_LP += self._correction_LP
         learner.check_sent()
-        exchange = learner.comm.exchange(weights_LP, self._mixing, learner.step - 1)
-        differences_LP = exchange.differences(weights_LP)
+        differences_LP = learner.comm.exchange(weights_LP, self._mixing, learner.step - 1).differences(weights_LP)
         self._correction_LP += differences_LP
         weights_LP += differences_LP
 

@@ -99,8 +99,7 @@ def _mixing_time(gap: float, period: int | None, epsilon: float) -> float:
     steps = 1 if period is None else period
     if gap >= 1:
         return steps
-    target = math.log(epsilon) * (2 if period is None else 1)
-    whole = target / (steps * math.log1p(-gap))
+    whole = math.log(epsilon) * (2 if period is None else 1) / (steps * math.log1p(-gap))
     return steps * math.ceil(whole * (1 - 1e-12))  # so that rounding does not add a period to a whole number
 
 

@@ -115,8 +115,7 @@ class Torus2D(Static):
         num_rows, num_columns = self.translations(num_learners)
         row, column = divmod(rank, num_columns)
         vertical = {(row + hop) % num_rows * num_columns + column for hop in (-1, 1)}
-        horizontal = {row * num_columns + (column + hop) % num_columns for hop in (-1, 1)}
-        return _both_ways((vertical | horizontal) - {rank})
+        return _both_ways((vertical | {row * num_columns + (column + hop) % num_columns for hop in (-1, 1)}) - {rank})
 
     def translations(self, num_learners: int) -> tuple[int, int]:
         """(Rows, columns)."""

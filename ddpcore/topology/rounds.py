@@ -124,8 +124,7 @@ def check_weights(name: str, mixing: MixingMatrix, *, push_sum: bool, kept: Vect
         raise ValueError(f"{name} has a negative or NaN weight: each weight must be at least 0")
     of_rows, of_columns = mixing.sums(kept)
     columns_hold = bool((abs(of_columns - 1) <= TOLERANCE).all())
-    lines = (("column", of_columns),) if push_sum else (("row", of_rows), ("column", of_columns))
-    for line, found in lines:
+    for line, found in (("column", of_columns),) if push_sum else (("row", of_rows), ("column", of_columns)):
         worst = int(abs(found - 1).argmax())
         if abs(found[worst] - 1) > TOLERANCE:
             text = f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1"

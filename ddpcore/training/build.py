@@ -184,8 +184,7 @@ def build_batches(config: TrainConfig, dataset: Dataset) -> ShardedBatches:
     """Which samples each learner takes at a step. ValueError: the shards or the batch do not fit the data set."""
     parts, data, learners = None, config.data, config.strategy.learners
     if data.shards != SHARDS[0]:
-        labels = dataset.train.labels.cpu()
-        parts = split(data.shards, labels, learners, seed=config.run.seed, **data.shards_options)
+        parts = split(data.shards, dataset.train.labels.cpu(), learners, seed=config.run.seed, **data.shards_options)
     how = data.sampler, data.drop_last, parts, data.batch_growth, data.learners_batch
     return ShardedBatches(len(dataset.train), data.batch_size, learners, config.run.seed, *how)
 
@@ -450,7 +449,6 @@ def dealt(speeds: Sequence[float], batch_size: int) -> list[int]:
     room, total = batch_size - len(speeds), sum(speeds)
     exact = [room * speed / total for speed in speeds]
     sizes = [1 + int(one) for one in exact]
-    by_rest = sorted(range(len(sizes)), key=lambda rank: int(exact[rank]) - exact[rank])
-    for rank in by_rest[: batch_size - sum(sizes)]:
+    for rank in sorted(range(len(sizes)), key=lambda rank: int(exact[rank]) - exact[rank])[: batch_size - sum(sizes)]:
         sizes[rank] += 1
     return sizes

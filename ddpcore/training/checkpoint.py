@@ -78,8 +78,7 @@ class Checkpoints:
         if self.members != members:
             return False
         tree, tensors = pack(state)
-        safetensors = load_safetensors()
-        contents = safetensors.torch.save(tensors), json.dumps(tree).encode()
+        contents = load_safetensors().torch.save(tensors), json.dumps(tree).encode()
         mine = dict(zip(rank_files(self.rank), contents, strict=True))
         for name, content in mine.items():
             write_file(partial / name, content)

@@ -254,8 +254,7 @@ class Loop:
 
     def _write_rows(self, num_found: int, changes: Sequence[dict[str, Any]] = ()) -> None:
         """Write what happened since the last call, in the order of steps. Collective if ``num_found`` is not 0."""
-        found = self._collect(num_found) if num_found else []
-        rows = [*found, *changes, *self.measured.new_rows()]
+        rows = [*(self._collect(num_found) if num_found else []), *changes, *self.measured.new_rows()]
         if self.writer is not None:
             for row in sorted(rows, key=lambda row: row["step"]):
                 self.writer.write(row)

@@ -71,8 +71,7 @@ def train(
     """
     out = Path(out)
     may_shrink = config.strategy.on_failure == "shrink" and world is not None and world.world_size > 1
-    left = members_left(out / CHECKPOINTS) if resume and may_shrink else None
-    placement = LearnerPlacement.of(config, world, left)
+    placement = LearnerPlacement.of(config, world, members_left(out / CHECKPOINTS) if resume and may_shrink else None)
     load_safetensors()  # a missing package is reported before the training
     if (finished := _check_folder(config, out, resume, dataset)) is not None:
         return finished

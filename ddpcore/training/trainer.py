@@ -328,5 +328,4 @@ def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0,
     if not stacked:
         return F.cross_entropy(*by_place(logits, labels), label_smoothing=label_smoothing)[None]
     flat = by_place(logits.flatten(0, 1), labels.flatten(0, 1))
-    losses = F.cross_entropy(*flat, reduction="none", label_smoothing=label_smoothing)
-    return losses.view(len(labels), -1).mean(dim=1)
+    return F.cross_entropy(*flat, reduction="none", label_smoothing=label_smoothing).view(len(labels), -1).mean(dim=1)

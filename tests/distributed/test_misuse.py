@@ -7,12 +7,13 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import prune
 
@@ -83,6 +84,49 @@ def test_weights_that_leave_the_flat_buffer_are_refused() -> None:
     model[2].bias.data = model[2].bias.data.clone()
     with pytest.raises(RuntimeError, match=r"2\.bias has left"):
         train(handle, optimizer)
+
+
+SQUARE: dict[str, Callable[[Tensor], Any]] = {
+    "t_": lambda tensor: tensor.t_(),
+    "data": lambda tensor: setattr(tensor, "data", tensor.data.t()),
+}
+
+
+def square(kind: type[torch.optim.Optimizer], strategy: ddpcore.Strategy) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = kind(model.parameters(), lr=0.1)
+    return model, optimizer, ddpcore.distribute(model, optimizer, strategy, learners=L)
+
+
+@pytest.mark.parametrize("change", SQUARE)
+def test_weights_that_are_transposed_in_the_flat_buffer_are_refused(change: str) -> None:
+    """They keep address and size, and the buffer would be stepped in the old layout."""
+    model, optimizer, handle = square(FusedSGD, ddpcore.LocalSGD(period=2))
+    train(handle, optimizer)
+    with torch.no_grad():
+        SQUARE[change](model[0].weight)
+    with pytest.raises(RuntimeError, match=r"0\.weight has left the flat buffer"):
+        handle.evaluation_model()
+    with pytest.raises(RuntimeError, match=r"0\.weight has left the flat buffer"):
+        train(handle, optimizer)
+
+
+@pytest.mark.parametrize("change", SQUARE)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=3)])
+def test_gradients_that_are_transposed_in_place_count(change: str, kind: Any, strategy: Any) -> None:
+    weights = []
+    for way in (SQUARE[change], lambda gradient: gradient.copy_(gradient.t().clone())):
+        _, optimizer, handle = square(kind, strategy())
+        for _ in range(2):
+            optimizer.zero_grad()
+            handle.backward([output.square().mean() for output in handle.model(torch.randn(L, 4, 5))])
+            for model in handle.models:
+                way(model[0].weight.grad)
+            optimizer.step()
+        weights.append(handle.learner.flat.param_LP.clone())
+    torch.testing.assert_close(*weights)
 
 
 def test_weights_that_change_while_neighbours_read_them_are_refused() -> None:

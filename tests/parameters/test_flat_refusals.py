@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
+import ddpcore
+from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import ALIGNMENT, FlatParameters
 
 
@@ -51,6 +56,43 @@ def test_two_devices() -> None:
 
 def test_two_dtypes() -> None:
     refused(good(), nn.Parameter(torch.zeros(4, dtype=torch.float64)), match="two dtypes.*p0.*float32.*p1.*float64")
+
+
+class Wrapper(Tensor):
+    """Keeps its values in another tensor, as quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        result: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        result.inner = inner
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda one: one.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, Wrapper, func(*args, **kwargs))
+
+
+def test_wrappers_of_tensors() -> None:
+    """Their forward pass reads the inner tensor, which a step of the flat buffer does not change."""
+    wrapped = nn.Parameter(Wrapper(torch.randn(4, 4)))
+    refused(good(), wrapped, match=r"p1 wraps other tensors \(Wrapper\)")
+    model = nn.Linear(4, 4)
+    model.weight = wrapped
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="weight wraps other tensors"):
+        ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    assert model.weight is wrapped and len(optimizer.param_groups[0]["params"]) == 2
+
+
+class Tagged(nn.Parameter):
+    """A subclass whose values are its own."""
+
+
+def test_subclasses_with_values_of_their_own() -> None:
+    tagged = Tagged(torch.randn(4, 4))
+    flat = FlatParameters([[("tagged", tagged)]])
+    assert tagged.data_ptr() == flat.param_pointers[0] and type(tagged) is Tagged
 
 
 def test_complex() -> None:

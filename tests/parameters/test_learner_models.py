@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -120,6 +123,62 @@ def test_arguments_and_outputs_of_any_structure(vectorize: bool) -> None:
     assert found["scale"] == [2.0, 2.0]
 
 
+class Listed(list[Any]):
+    """A list that torch's pytree does not open."""
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+
+
+class Taking(nn.Module):
+    """Takes a value that is no tensor."""
+
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 2), read
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.layer(torch.as_tensor(self.read(batch)))
+
+
+OBJECTS: dict[str, tuple[Any, Any]] = {
+    "dataclass": (Batch, lambda batch: batch.x),
+    "namespace": (lambda x: types.SimpleNamespace(x=x), lambda batch: batch.x),
+    "nested": (lambda x: Batch(Batch([x])), lambda batch: batch.x.x[0]),
+    "user_dict": (lambda x: collections.UserDict(x=x), lambda batch: batch["x"]),
+    "subclass_of_dict": (lambda x: collections.Counter(x=x), lambda batch: batch["x"]),
+    "subclass_of_list": (lambda x: Listed([x]), lambda batch: batch[0]),
+    "array": (lambda x: x.numpy(), lambda batch: batch),
+}
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_a_batch_in_an_object_is_refused(kind: str, vectorize: bool) -> None:
+    """Every learner would get the samples of all: torch's pytree opens no such object."""
+    pack, read = OBJECTS[kind]
+    together = learners(Taking(read), 2, vectorize)
+    with pytest.raises(ValueError, match="would go whole to each learner"):
+        together(pack(torch.randn(2, 3, 4)))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_an_object_that_holds_no_batch_is_shared(kind: str, vectorize: bool) -> None:
+    """Of one shape for all learners, as a mask; and a module is an argument as any other."""
+    pack, read = OBJECTS[kind]
+    together, shared = learners(Taking(read), 2, vectorize), torch.randn(3, 4)
+    outputs = together(pack(shared))
+    for row, model in enumerate(together.models):
+        torch.testing.assert_close(outputs[row], model.layer(shared))
+    called = learners(Taking(lambda layer: layer(shared)), 2, vectorize)
+    layer = nn.Linear(4, 4)
+    layer.kept = torch.ones(2, 3)
+    torch.testing.assert_close(called(layer)[1], called.models[1].layer(layer(shared)))
+
+
 def test_values_that_are_not_tensors() -> None:
     """vmap gives one for each learner, as the models in turn do."""
     for vectorize in (True, False):
@@ -212,6 +271,58 @@ def test_a_model_with_state_runs_in_turn(where: str) -> None:
                 assert outputs[1] == ["text", "text"]
 
 
+class Warm(nn.Module):
+    """Computes by Python state that its forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count, self.lengths = nn.Linear(4, 2), 0, [0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        self.lengths.append(len(inputs))
+        return self.layer(inputs) * self.count * len(self.lengths)
+
+
+@pytest.mark.parametrize("at_once", [None, 2, 1])
+def test_state_that_a_pass_in_vmap_changes(at_once: int | None) -> None:
+    """The pass runs one model, and each learner has the state."""
+    together = learners(Warm(), 4, True)
+    alone = [copy.deepcopy(model) for model in together.models]
+    for _ in range(3):
+        inputs = torch.randn(4, 3, 4)
+        assert together.runs_in_vmap()
+        expected = torch.stack([model(x) for model, x in zip(alone, inputs, strict=True)])
+        outputs = torch.cat([together(part) for (part,) in together.split(inputs, at_once=at_once)])
+        torch.testing.assert_close(outputs, expected)
+        assert [(one.count, one.lengths) for one in together.models] == [(one.count, one.lengths) for one in alone]
+    assert together.models[0].lengths is not together.models[1].lengths
+
+
+class Shifted(nn.Module):
+    """Has buffers that come later, by the program or in the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("later", None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.later is None:
+            self.later = torch.ones(4)
+        return self.layer(inputs * self.later) + getattr(self, "shift", 0)
+
+
+def test_buffers_that_come_later() -> None:
+    together, inputs = learners(Shifted(), 3, True), torch.randn(3, 5, 4)
+    for _ in range(2):
+        expected = torch.stack([copy.deepcopy(model)(x) for model, x in zip(together.models, inputs, strict=True)])
+        torch.testing.assert_close(together(inputs), expected)
+    together.models[1].register_buffer("shift", torch.ones(2))
+    expected[1] += 1
+    torch.testing.assert_close(together(inputs), expected)
+
+
 def test_hooks_count_each_learner() -> None:
     seen: list[int] = []
     together = learners(nn.Sequential(nn.Linear(4, 4)), 3, True)
@@ -221,11 +332,35 @@ def test_hooks_count_each_learner() -> None:
     assert sorted(seen) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("padding_idx", [0, 3])
+@pytest.mark.parametrize("vectorize", [True, None])
+def test_padding_has_no_gradient(vectorize: bool | None, padding_idx: int) -> None:
+    """In vmap torch gives it one of all learners but one, so such a model runs in turn."""
+    together = learners(nn.Sequential(nn.Embedding(4, 4, padding_idx=padding_idx), nn.Linear(4, 2)), 3, vectorize)
+    inputs = torch.arange(4).repeat(3, 1)
+    together(inputs).square().sum().backward()
+    for model in together.models:
+        (embedding, layer), gradient = model, model[0].weight.grad
+        expected = torch.autograd.grad(layer(embedding(inputs[0])).square().sum(), embedding.weight)[0]
+        torch.testing.assert_close(gradient, expected)
+        assert not gradient[padding_idx].any() and gradient.any()
+
+
 def test_dropout_differs_between_learners() -> None:
     for vectorize in (True, False):
         together = learners(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 2, vectorize)
         outputs = together(torch.ones(2, 1, 4))
         assert not torch.equal(outputs[0] == 0, outputs[1] == 0)
+
+
+def test_copies_have_gradients_of_the_dtype_that_the_model_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).bfloat16()
+    model[0].weight.grad_dtype, model[1].weight.grad_dtype = torch.float32, None
+    model[0].weight.grad = torch.ones(2, 4)
+    for one in copies_of(model, 3):
+        one(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        assert one[0].weight.grad.dtype == torch.float32 and one[0].bias.grad.dtype == torch.bfloat16
+        assert one[1].weight.grad_dtype is None
 
 
 def test_copies_share_what_is_tied() -> None:

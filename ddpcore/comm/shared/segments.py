@@ -137,8 +137,7 @@ class SegmentCommunicator(Communicator):
         self._snapshots.note_used(self._coordinator.num_operations)
         if len(self.ranks) == 1:
             return _SnapshotExchange(self, -1, round_, Slot({self.rank: weights}))
-        mine = self._next.pop(kind, None) if in_place else None
-        snapshot = mine or self._free_snapshot(kind)
+        snapshot = (self._next.pop(kind, None) if in_place else None) or self._free_snapshot(kind)
         own = snapshot.views[self.rank]
         if round_.destinations and own.data_ptr() != weights.data_ptr():
             own.copy_(weights)
