@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from typing_extensions import override
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state, run_state
+from ddpcore.integrations import check_options
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
 with extra("accelerate"):
     from accelerate import Accelerator
-    from accelerate.utils import SAFE_WEIGHTS_NAME, DistributedType, load_state_dict
+    from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, DistributedType, load_state_dict
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # without a library that averages or shards by itself
 
@@ -32,8 +33,9 @@ def prepare(
 ) -> tuple[Any, ...]:
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
-    ``accelerator.accumulate(model)`` averages gradients once a step, if the strategy averages any. ``save_state``
-    writes the averaged weights and, beside them, the state of each rank; ``load_state`` restores it.
+    ``accelerator.accumulate(model)`` averages gradients once a step, if the strategy averages any. ``save_state`` and
+    ``save_model`` write the averaged weights, so call both on all ranks, as ``get_state_dict``. ``save_state`` writes
+    the state of each rank, too, and ``load_state`` restores it.
 
     Args:
         accelerator: without DeepSpeed, FSDP and the like.
@@ -47,19 +49,28 @@ def prepare(
         The handle, the model to call, the optimizer, and the others.
 
     Raises:
-        ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
+        ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already, or an
+            option is one that Accelerate gives.
     """
     check_plain(accelerator, model)
+    options = one_learner(options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
-    others = tuple(accelerator.prepare(one) for one in others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
-    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
+    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
+    others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
     place = next(place for place, one in enumerate(accelerator._models) if one is model)
     saved = _Saved(handle, prepared, accelerator.process_index, number, place)
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
+    accelerator.trigger_sync_in_backward = _averaging
+    state_of = accelerator.get_state_dict
+
+    def averaged(one: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return state_of(handle.evaluation_model() if one is model else one, *args, **kwargs)
+
+    accelerator.get_state_dict = averaged
     return handle, model, prepared, *others
 
 
@@ -98,12 +109,8 @@ class _Saved:
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
-        torch.save(run_state(self._handle), rank_file(folder, self._rank, self._number))
-        average = self._handle.evaluation_model().state_dict()
-        for model, one in zip(models, weights, strict=True):
-            if model is self._handle.models[0]:
-                one.update(average)
+        """The hook of ``save_state``."""
+        save_rank_file(self._handle, folder, self._rank, self._number)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
@@ -111,8 +118,9 @@ class _Saved:
         models[:] = [_Loaded() if model is own else model for model in models]
         self._folder = folder if rank_file(folder, 0, self._number).exists() else None
         if self._folder is None:
-            name = SAFE_WEIGHTS_NAME.replace(".", f"_{self._place}.") if self._place else SAFE_WEIGHTS_NAME
-            own.load_state_dict(load_state_dict(str(Path(folder) / name)))
+            names = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+            files = [Path(folder) / one.replace(".", f"_{self._place}." if self._place else ".") for one in names]
+            own.load_state_dict(load_state_dict(str(next(filter(Path.exists, files), files[0]))))
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or of an optimizer that DDP has saved. Collective."""
@@ -123,9 +131,13 @@ class _Saved:
             load_rank_file(self._handle, folder, self._rank, self._number)
 
 
-def one_learner() -> dict[str, Any]:
-    """The option of ``distribute`` for one process without a process group: a virtual learner."""
-    return {} if dist.is_initialized() else {"learners": 1}
+def one_learner(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of ``distribute``, with a virtual learner for one process without a process group.
+
+    ValueError: see :func:`ddpcore.integrations.check_options`.
+    """
+    check_options(options)
+    return options if dist.is_initialized() else {"learners": 1, **options}
 
 
 class NoSync:
@@ -133,14 +145,42 @@ class NoSync:
 
     def __init__(self, handle: Distributed) -> None:
         self._handle = weakref.ref(handle)
+        self._opened: ExitStack | None = None  # has the context of the handle, outside of averaging()
 
-    def __call__(self) -> AbstractContextManager[None]:
-        """The context of the handle."""
-        handle = self._handle()
-        return nullcontext() if handle is None else handle.no_sync()
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """The context of the handle, once."""
+        if (handle := self._handle()) is None or self._opened is not None:
+            yield
+            return
+        with ExitStack() as self._opened:
+            self._opened.enter_context(handle.no_sync())
+            try:
+                yield
+            finally:
+                self._opened = None
+
+    @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """A context inside the other one, in which backward passes average nevertheless."""
+        opened, handle = self._opened, self._handle()
+        if opened is None or handle is None:
+            yield
+            return
+        opened.close()
+        try:
+            yield
+        finally:
+            opened.enter_context(handle.no_sync())
 
     def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
         return _nothing, ()
+
+
+def _averaging(model: nn.Module) -> AbstractContextManager[None]:
+    """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
+    own = getattr(model, "no_sync", None)
+    return own.averaging() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
 
 
 def _nothing() -> type[AbstractContextManager[None]]:
@@ -153,6 +193,17 @@ def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
     ``number`` counts the models that one loop trains with ddpcore, from 0.
     """
     return Path(folder) / f"ddpcore_{f'{number}_' if number else ''}rank_{rank}.pt"
+
+
+def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
+    """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
+    file = rank_file(folder, rank, number)
+    file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
+    torch.save(run_state(handle), file)
+    if rank == 0:
+        own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners)}
+        for other in {*Path(folder).glob(rank_file("", "*", number).name)} - own:
+            other.unlink()
 
 
 def load_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
-from ddpcore.distributed.saved import replaced, run_state
-from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
+from ddpcore.distributed.saved import replaced
+from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file, save_rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -42,7 +41,7 @@ class GossipTrainer(Trainer):
         if self.args.n_gpu > 1:
             why = "one process would use several GPUs through DataParallel"
             raise ValueError(f"{why}: start one rank a GPU by torchrun")
-        self._strategy, self._options = strategy, options or {}
+        self._strategy, self._options = strategy, one_learner(options or {})
         self.handle: Any = None
         if not strategy.traits.averages_gradients:
             self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
@@ -56,7 +55,7 @@ class GossipTrainer(Trainer):
         finally:
             del self.accelerator.prepare_model
         model, optimizer, scaler = self.model, self.optimizer.optimizer, self.accelerator.scaler
-        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **one_learner(), **self._options)
+        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **self._options)
         model.no_sync = NoSync(self.handle)
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -82,9 +81,7 @@ class GossipTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.handle is not None:
-            file = rank_file(output_dir, self.args.process_index)
-            file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
-            torch.save(run_state(self.handle), file)
+            save_rank_file(self.handle, output_dir, self.args.process_index)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ class Losses(transformers.TrainerCallback):
             self.rows.append(logs["loss"])
 
 
-def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: Any) -> tuple[Any, list[float]]:
+def train(
+    folder: Path, name: str, strategy: Any, resume: Any = None, extra: Any = None, **more: Any
+) -> tuple[Any, list[float]]:
     transformers.set_seed(3)
     model = MODELS[name]()
     options = {"max_steps": 8, "save_steps": 4, "learning_rate": 0.01, "logging_steps": 1, **more}
@@ -72,7 +75,7 @@ def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: An
     if strategy is None:
         trainer = Trainer(model, arguments, **kwargs)
     else:
-        trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
+        trainer = GossipTrainer(model, arguments, strategy=strategy, options=extra, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
     trainer.begin = losses.begin
     return trainer, losses.rows
@@ -145,6 +148,7 @@ def check(folder: Path) -> dict[str, Any]:
     )
     found["moves"] = (onward, begun)
     found["refused"] = {
+        "learners": refused(lambda: train(folder / "x", "bert", ddpcore.DPSGD(), extra={"learners": 2})),
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),
@@ -159,12 +163,17 @@ def check_alone(folder: Path) -> dict[str, Any]:
     """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
     saved, own = folder / "dpsgd" / "checkpoint-4", folder / "alone"
     later, losses = train(folder / "later", "bert", ddpcore.DPSGD(), resume=str(saved))
+    both = folder / "again"
+    shutil.copytree(folder / "dpsgd", both)  # files of two ranks
+    onward, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-4"))
+    again, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-8"))
     whole, _ = train(own, "bert", ddpcore.DPSGD())
     resumed, _ = train(own, "bert", ddpcore.DPSGD(), resume=str(own / "checkpoint-4"))
     return {
         "begun": (later.begin, flat(BertForSequenceClassification.from_pretrained(saved))),
         "losses": losses,
         "step": later.handle.learner.step,
+        "again": (flat(onward.model), flat(again.model)),
         "resumed": (flat(whole.model), flat(resumed.model)),
     }
 

@@ -67,6 +67,7 @@ def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, A
 
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
+        "learners": "leave learners= out",
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
         "another": "use the same strategy",
         "again": "already serves a distribute() call",
@@ -84,6 +85,10 @@ def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, 
     assert torch.allclose(*alone["begun"], rtol=0, atol=1e-7)
     assert len(alone["losses"]) == 4 and alone["step"] == 8
     assert sum(alone["losses"]) / 4 < both[0]["dpsgd"]["losses"][0][0]
+
+
+def test_one_process_saves_into_the_folder_of_two_ranks(alone: dict[str, Any]) -> None:
+    assert torch.equal(*alone["again"])
 
 
 def test_one_process(alone: dict[str, Any]) -> None:
