@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from typing_extensions import override
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state, run_state
-from ddpcore.integrations import check_options
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -49,14 +48,12 @@ def prepare(
         The handle, the model to call, the optimizer, and the others.
 
     Raises:
-        ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already, or an
-            option is one that Accelerate gives.
+        ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
     """
     check_plain(accelerator, model)
-    options = one_learner(options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
-    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **options)
+    handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
     others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
@@ -131,13 +128,9 @@ class _Saved:
             load_rank_file(self._handle, folder, self._rank, self._number)
 
 
-def one_learner(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of ``distribute``, with a virtual learner for one process without a process group.
-
-    ValueError: see :func:`ddpcore.integrations.check_options`.
-    """
-    check_options(options)
-    return options if dist.is_initialized() else {"learners": 1, **options}
+def one_learner() -> dict[str, Any]:
+    """The option of ``distribute`` for one process without a process group: a virtual learner."""
+    return {} if dist.is_initialized() else {"learners": 1}
 
 
 class NoSync:
@@ -145,33 +138,11 @@ class NoSync:
 
     def __init__(self, handle: Distributed) -> None:
         self._handle = weakref.ref(handle)
-        self._opened: ExitStack | None = None  # has the context of the handle, outside of averaging()
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """The context of the handle, once."""
-        if (handle := self._handle()) is None or self._opened is not None:
-            yield
-            return
-        with ExitStack() as self._opened:
-            self._opened.enter_context(handle.no_sync())
-            try:
-                yield
-            finally:
-                self._opened = None
-
-    @contextmanager
-    def averaging(self) -> Iterator[None]:
-        """A context inside the other one, in which backward passes average nevertheless."""
-        opened, handle = self._opened, self._handle()
-        if opened is None or handle is None:
-            yield
-            return
-        opened.close()
-        try:
-            yield
-        finally:
-            opened.enter_context(handle.no_sync())
+    def __call__(self, **kwargs: bool) -> AbstractContextManager[None]:
+        """The context of the handle."""
+        handle = self._handle()
+        return nullcontext() if handle is None else handle.no_sync(**kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
         return _nothing, ()
@@ -180,7 +151,7 @@ class NoSync:
 def _averaging(model: nn.Module) -> AbstractContextManager[None]:
     """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
     own = getattr(model, "no_sync", None)
-    return own.averaging() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
+    return own(averages=True) if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
 
 
 def _nothing() -> type[AbstractContextManager[None]]:

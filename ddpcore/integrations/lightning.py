@@ -15,7 +15,6 @@ from typing_extensions import override
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import load_run_state, replaced, run_state
-from ddpcore.integrations import check_options
 from ddpcore.options.extras import extra
 from ddpcore.storage.serialization import pack, unpack
 from ddpcore.strategies.base import Strategy
@@ -64,8 +63,7 @@ class GossipStrategy(DDPStrategy):
         kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, ``learners`` or ``scaler`` in
-            ``options``, or (in ``fit``) EMA or two optimizers.
+        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
     """
 
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -76,7 +74,6 @@ class GossipStrategy(DDPStrategy):
         if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         self._options, self._average = options or {}, cast(Any, None)
-        check_options(self._options)
         self.handle: Distributed | None = None
 
     @property

@@ -41,7 +41,7 @@ class GossipTrainer(Trainer):
         if self.args.n_gpu > 1:
             why = "one process would use several GPUs through DataParallel"
             raise ValueError(f"{why}: start one rank a GPU by torchrun")
-        self._strategy, self._options = strategy, one_learner(options or {})
+        self._strategy, self._options = strategy, options or {}
         self.handle: Any = None
         if not strategy.traits.averages_gradients:
             self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
@@ -55,7 +55,7 @@ class GossipTrainer(Trainer):
         finally:
             del self.accelerator.prepare_model
         model, optimizer, scaler = self.model, self.optimizer.optimizer, self.accelerator.scaler
-        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **one_learner(), **self._options)
         model.no_sync = NoSync(self.handle)
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)

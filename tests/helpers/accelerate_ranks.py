@@ -112,11 +112,6 @@ def refused(call: Any) -> str:
     return "nothing"
 
 
-def parts() -> tuple[nn.Module, FusedSGD]:
-    model = nn.Linear(2, 2)
-    return model, FusedSGD(model.parameters(), lr=0.1)
-
-
 def prepared_before() -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -167,8 +162,6 @@ def check(folder: Path) -> dict[str, Any]:
     handle, _, _ = train(range(1), ddpcore.DPSGD(), alone=folder / "model")
     found["model"] = (flat(handle.evaluation_model()), flat_file(folder / "model"))
     found["refused"] = {
-        "learners": refused(lambda: prepare(Accelerator(cpu=True), *parts(), ddpcore.DPSGD(), learners=2)),
-        "scaler": refused(lambda: prepare(Accelerator(cpu=True), *parts(), ddpcore.DPSGD(), scaler=None)),
         "prepared": refused(prepared_before),
         "wrapped": refused(wrapped_before),
         "fsdp": refused(sharded),

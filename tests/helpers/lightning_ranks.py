@@ -154,7 +154,6 @@ def refusals(folder: Path) -> dict[str, str]:
     trainer, module = fit(folder, strategy, 1)
     return {
         "find_unused": refused(lambda: GossipStrategy("dpsgd", find_unused_parameters=True)),
-        "learners": refused(lambda: GossipStrategy("dpsgd", options={"learners": 2})),
         "baseline": refused(lambda: GossipStrategy("ddp")),
         "unknown": refused(lambda: GossipStrategy("dpsdg")),
         "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two, automatic=False)),

@@ -54,9 +54,7 @@ class Losses(transformers.TrainerCallback):
             self.rows.append(logs["loss"])
 
 
-def train(
-    folder: Path, name: str, strategy: Any, resume: Any = None, extra: Any = None, **more: Any
-) -> tuple[Any, list[float]]:
+def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: Any) -> tuple[Any, list[float]]:
     transformers.set_seed(3)
     model = MODELS[name]()
     options = {"max_steps": 8, "save_steps": 4, "learning_rate": 0.01, "logging_steps": 1, **more}
@@ -75,7 +73,7 @@ def train(
     if strategy is None:
         trainer = Trainer(model, arguments, **kwargs)
     else:
-        trainer = GossipTrainer(model, arguments, strategy=strategy, options=extra, **kwargs)
+        trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
     trainer.begin = losses.begin
     return trainer, losses.rows
@@ -148,7 +146,6 @@ def check(folder: Path) -> dict[str, Any]:
     )
     found["moves"] = (onward, begun)
     found["refused"] = {
-        "learners": refused(lambda: train(folder / "x", "bert", ddpcore.DPSGD(), extra={"learners": 2})),
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),

@@ -78,8 +78,6 @@ def test_save_model_writes_all_averaged_weights(both: list[dict[str, Any]]) -> N
 
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
-        "learners": "leave learners= out",
-        "scaler": "leave scaler= out",
         "prepared": "accelerator.prepare() has the model already",
         "wrapped": "wrapped by DistributedDataParallel",
         "another": "use the same strategy",

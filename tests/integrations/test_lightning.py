@@ -81,7 +81,6 @@ def test_mixed_precision(both: list[dict[str, Any]]) -> None:
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "find_unused": "wraps no model in DistributedDataParallel: leave find_unused_parameters out",
-        "learners": "leave learners= out",
         "baseline": "GossipStrategy got 'ddp': pass a strategy of ddpcore",
         "unknown": "did you mean 'dpsgd'",
         "two optimizers": "the module has 2 optimizers: ddpcore trains with one",
