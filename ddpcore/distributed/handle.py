@@ -111,7 +111,7 @@ class Distributed:
         yield tensors
 
     def no_sync(self, *, averages: bool = False) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without averaging them; or, inside it, average."""
+        """A context in which backward passes do not average gradients; with ``averages``, inside another, they do."""
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
