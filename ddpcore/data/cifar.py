@@ -103,8 +103,7 @@ def load_cifar100(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Data
 def _folder(variant: Variant, root: Path) -> Path:
     """The folder of the first complete layout; if none is complete, the first that exists."""
     complete = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
-    existing = [names for names in variant.layouts if (root / names[0]).parent.exists()]
-    if not existing:
+    if not (existing := [names for names in variant.layouts if (root / names[0]).parent.exists()]):
         advice = "set data_dir (--data-dir) to the folder that holds one of them"
         raise ValueError(f"{shown(root)}: holds neither {variant.python_folder} nor {variant.binary_folder}, {advice}")
     return (root / (complete or existing)[0][0]).parent

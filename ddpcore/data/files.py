@@ -21,8 +21,7 @@ def read(path: Path, advice: str, max_bytes: int) -> tuple[Path, bytes]:
     ValueError if both are missing (the message ends with the advice), or the file is unreadable, no regular file, a
     corrupt gzip, or has more than ``max_bytes``, unpacked; no more than that is ever unpacked.
     """
-    found = find(path)
-    if found is None:
+    if (found := find(path)) is None:
         raise ValueError(f"{shown(path)}: no such file, nor its .gz, {advice}")
     try:
         stored = read_file(found, max_bytes, DATA_LIMIT)

@@ -89,8 +89,7 @@ class NoiseStatistics:
         self.every, self.batch_size = every, batch_size
         config = MeasurementConfig(**{option.name: given[option.name] for option in fields(MeasurementConfig)})
         hooked = _hooked(handle, optimizer, config)
-        named = [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]
-        if not named:
+        if not (named := [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]):
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         if hooked is None and is_dtensor(named[0][1]):
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")

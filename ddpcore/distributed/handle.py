@@ -64,8 +64,7 @@ class Distributed:
 
     def __repr__(self) -> str:
         strategy = getattr(self, "strategy", None)  # a baseline has none
-        name = "torch alone" if strategy is None else repr(strategy)
-        return f"<{name}, {self.comm.description}>"
+        return f"<{'torch alone' if strategy is None else repr(strategy)}, {self.comm.description}>"
 
     @property
     def learners_run(self) -> str:
@@ -111,8 +110,8 @@ class Distributed:
         """
         yield tensors
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes accumulate gradients without averaging them."""
+    def no_sync(self, *, averages: bool = False) -> AbstractContextManager[None]:
+        """A context in which backward passes do not average gradients; with ``averages``, inside another, they do."""
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:

@@ -141,18 +141,18 @@ class HookedDistributed(Distributed):
 
     @contextmanager
     @override
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, averages: bool = False) -> Iterator[None]:
         if self._buckets is None:
             yield
             return
-        paused, self._buckets.paused = self._buckets.paused, True
+        paused, self._buckets.paused = self._buckets.paused, not averages
+        before, self._buckets.num_paused = self._buckets.num_paused, 0
         self._watch.begin_pause()
-        before = self._buckets.num_paused
         try:
             yield
         finally:
-            self._buckets.paused = paused
-            self._watch.end_pause(num := self._buckets.num_paused - before)
+            self._watch.end_pause(num := self._buckets.num_paused)
+            self._buckets.paused, self._buckets.num_paused = paused, 0 if averages else before + num
             if num and self.num_samples is not None:
                 self._paused_samples = counts_of(self.num_samples, len(self.models))
 

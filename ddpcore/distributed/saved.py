@@ -113,6 +113,9 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
         if value not in known.split(", "):
             raise ValueError(f"{name} is {value!r}: choose from {known}")
     saved, strategy = states[0]["handle"], handle.strategy
+    if others := [s["handle"] for s in states if any(s["handle"][key] != saved[key] for key in ("made_by", "step"))]:
+        both = (f"step {one['step']} of {one['made_by']}" for one in (saved, others[0]))
+        raise ValueError(f"the states are of different moments, {' and '.join(both)}: load the files of one save")
     if not saved["made_by"].startswith(f"{strategy!r} of "):
         raise ValueError(f"the state is of {saved['made_by']} and this is {strategy!r}: use the same strategy")
     if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None:

@@ -151,8 +151,7 @@ class StateSync:
         comm, strategy = self._learner.comm, self._strategy
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            num = len(comm.learners)
-            rows_LX = torch.cat([tensor.reshape(-1) for tensor in alike]).view(num, -1)
+            rows_LX = torch.cat([tensor.reshape(-1) for tensor in alike]).view(len(comm.learners), -1)
             if policy == AVERAGE:
                 # Under push_sum the sum over learners counts: gradients step the biased weights.
                 scale_(rows_LX, None if strategy.traits.no_mean else self._learner.shares, self._learner)
@@ -180,8 +179,7 @@ class StateSync:
                 yield name, local(value)
 
     def _optimized(self) -> list[Tensor]:
-        groups = self._learner.optimizer.param_groups
-        members = {id(parameter) for group in groups for parameter in group["params"]}
+        members = {id(parameter) for group in self._learner.optimizer.param_groups for parameter in group["params"]}
         return [p for model in self._learner.models for p in model.parameters() if id(p) in members]
 
     def _buffers(self) -> list[Tensor]:

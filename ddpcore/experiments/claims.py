@@ -92,15 +92,13 @@ def judge(
     functions uses.
     """
     tree = _parse(predicate)
-    missing = [row for row in rows_in(tree) if not outcomes.get(row)]
-    if missing:
+    if missing := [row for row in rows_in(tree) if not outcomes.get(row)]:
         return Verdict(NOT_RUN, f"no finished run of {', '.join(missing)}")
     try:
         holds = _Evaluation(outcomes=outcomes, metric=metric, published=published).of(tree, bool)
     except (_NotRun, ArithmeticError) as error:  # ArithmeticError: a division by zero, or a number that is too large
         return Verdict(NOT_RUN, str(error))
-    void = [crowded[row] for row in rows_in(tree) if crowded and row in crowded]
-    if void:
+    if void := [crowded[row] for row in rows_in(tree) if crowded and row in crowded]:
         return Verdict(VOID, void[0])
     used = [rows_in(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     num_seeds = min(len(_common_seeds(outcomes, rows)) for rows in used if rows)
@@ -236,8 +234,7 @@ class _Evaluation:
         return math.nan if self.checking else _OVER_SEEDS[name](numbers)
 
     def _seeds(self, rows: Sequence[str]) -> list[int]:
-        seeds = _common_seeds(self.outcomes, rows)
-        if not seeds:
+        if not (seeds := _common_seeds(self.outcomes, rows)):
             raise _NotRun("its rows have no seed in common")
         return seeds
 

@@ -185,8 +185,7 @@ def _compare(options: CompareOptions) -> int:
         print_comparison(comparison)
     _draw(comparisons, plots)
     if options.markdown is not None:
-        here = options.markdown.resolve().parent
-        files = [os.path.relpath(path.resolve(), here) for path in plots]
+        files = [os.path.relpath(path.resolve(), options.markdown.resolve().parent) for path in plots]
         replace_file(options.markdown, markdown(comparisons, files).encode())
         print(f"wrote {shown(options.markdown)}")
     return 0

@@ -64,8 +64,7 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     for job in {job.row: job for job in pending}.values():
         config, dataset = job.config, datasets.of(LearnerPlacement.of(job.config, None))
         each = -(-config.data.batch_size // (config.strategy.learners * config.data.accumulation))
-        found = activation_bytes(config, dataset, each)
-        if found is not None:
+        if (found := activation_bytes(config, dataset, each)) is not None:
             samples[found * (config.strategy.learners_at_once or 1)] = f"{job.row}, a learner's {each} samples"
         size, strategy = model_bytes(config, dataset), config.strategy
         models += size * sum(other.row == job.row for other in pending)

@@ -22,7 +22,7 @@ from ddpcore.strategies.base import Strategy
 
 with extra("accelerate"):
     from accelerate import Accelerator
-    from accelerate.utils import SAFE_WEIGHTS_NAME, DistributedType, load_state_dict
+    from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, DistributedType, load_state_dict
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")  # without a library that averages or shards by itself
 
@@ -32,8 +32,9 @@ def prepare(
 ) -> tuple[Any, ...]:
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
-    ``accelerator.accumulate(model)`` averages gradients once a step, if the strategy averages any. ``save_state``
-    writes the averaged weights and, beside them, the state of each rank; ``load_state`` restores it.
+    ``accelerator.accumulate(model)`` averages gradients once a step, if the strategy averages any. ``save_state`` and
+    ``save_model`` write the averaged weights, so call both on all ranks, as ``get_state_dict``. ``save_state`` writes
+    the state of each rank, too, and ``load_state`` restores it.
 
     Args:
         accelerator: without DeepSpeed, FSDP and the like.
@@ -51,15 +52,22 @@ def prepare(
     """
     check_plain(accelerator, model)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
-    others = tuple(accelerator.prepare(one) for one in others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
+    others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
     place = next(place for place, one in enumerate(accelerator._models) if one is model)
     saved = _Saved(handle, prepared, accelerator.process_index, number, place)
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
+    accelerator.trigger_sync_in_backward = _averaging
+    state_of = accelerator.get_state_dict
+
+    def averaged(one: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return state_of(handle.evaluation_model() if one is model else one, *args, **kwargs)
+
+    accelerator.get_state_dict = averaged
     return handle, model, prepared, *others
 
 
@@ -98,12 +106,8 @@ class _Saved:
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        """The hook of ``save_state``. The weights that Accelerate saves become the averaged ones. Collective."""
-        torch.save(run_state(self._handle), rank_file(folder, self._rank, self._number))
-        average = self._handle.evaluation_model().state_dict()
-        for model, one in zip(models, weights, strict=True):
-            if model is self._handle.models[0]:
-                one.update(average)
+        """The hook of ``save_state``."""
+        save_rank_file(self._handle, folder, self._rank, self._number)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
@@ -111,8 +115,9 @@ class _Saved:
         models[:] = [_Loaded() if model is own else model for model in models]
         self._folder = folder if rank_file(folder, 0, self._number).exists() else None
         if self._folder is None:
-            name = SAFE_WEIGHTS_NAME.replace(".", f"_{self._place}.") if self._place else SAFE_WEIGHTS_NAME
-            own.load_state_dict(load_state_dict(str(Path(folder) / name)))
+            names = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+            files = [Path(folder) / one.replace(".", f"_{self._place}." if self._place else ".") for one in names]
+            own.load_state_dict(load_state_dict(str(next(filter(Path.exists, files), files[0]))))
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or of an optimizer that DDP has saved. Collective."""
@@ -134,13 +139,19 @@ class NoSync:
     def __init__(self, handle: Distributed) -> None:
         self._handle = weakref.ref(handle)
 
-    def __call__(self) -> AbstractContextManager[None]:
+    def __call__(self, **kwargs: bool) -> AbstractContextManager[None]:
         """The context of the handle."""
         handle = self._handle()
-        return nullcontext() if handle is None else handle.no_sync()
+        return nullcontext() if handle is None else handle.no_sync(**kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
         return _nothing, ()
+
+
+def _averaging(model: nn.Module) -> AbstractContextManager[None]:
+    """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
+    own = getattr(model, "no_sync", None)
+    return own(averages=True) if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
 
 
 def _nothing() -> type[AbstractContextManager[None]]:
@@ -153,6 +164,17 @@ def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
     ``number`` counts the models that one loop trains with ddpcore, from 0.
     """
     return Path(folder) / f"ddpcore_{f'{number}_' if number else ''}rank_{rank}.pt"
+
+
+def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
+    """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
+    file = rank_file(folder, rank, number)
+    file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
+    torch.save(run_state(handle), file)
+    if rank == 0:
+        own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners)}
+        for other in {*Path(folder).glob(rank_file("", "*", number).name)} - own:
+            other.unlink()
 
 
 def load_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:

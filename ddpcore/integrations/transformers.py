@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
-from ddpcore.distributed.saved import replaced, run_state
-from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file
+from ddpcore.distributed.saved import replaced
+from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file, save_rank_file
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -82,9 +81,7 @@ class GossipTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.handle is not None:
-            file = rank_file(output_dir, self.args.process_index)
-            file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
-            torch.save(run_state(self.handle), file)
+            save_rank_file(self.handle, output_dir, self.args.process_index)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

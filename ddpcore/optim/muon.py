@@ -208,8 +208,7 @@ class Muon(SavedOptimizer):
         """Step the momentum of a group, and add what is to be orthogonalized: here, and of several ranks together."""
         params = [param for param in group["params"] if param.grad is not None and param.numel() > 0]
         for param in params:
-            momentum = self.state[param].get("momentum_buffer")
-            if momentum is None:
+            if (momentum := self.state[param].get("momentum_buffer")) is None:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             elif momentum.dtype != param.dtype:  # the model has a new dtype
                 self.state[param]["momentum_buffer"] = momentum.to(param.dtype)

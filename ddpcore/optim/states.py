@@ -216,8 +216,7 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
 
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
     """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
-    foreign = [name for name in state if name not in (*buffers, "step", "master")]
-    if foreign:
+    if foreign := [name for name in state if name not in (*buffers, "step", "master")]:
         raise ValueError(
             f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
             f"{', '.join(buffers)}"

@@ -25,8 +25,7 @@ def suggest(value: Any, allowed: Iterable[str], others: Mapping[str, str] = Mapp
     allowed = tuple(allowed)
     names = {name: name for name in allowed} | {other: name for other, name in OTHER_NAMES.items() if name in allowed}
     names = {**others, **names}
-    nearest = get_close_matches(str(value), names, n=1)
-    if nearest:
+    if nearest := get_close_matches(str(value), names, n=1):
         return f"did you mean {names[nearest[0]]!r}?"
     return f"choose from {', '.join(allowed)}" if allowed else "it takes none, leave it out"
 

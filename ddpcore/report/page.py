@@ -63,8 +63,7 @@ def sections_of(sources: Sources, by: Sequence[str] = ()) -> list[Section]:
 
 def bench_section(name: str, result: dict[str, Any]) -> Section:
     """The section of the bench result of a file. ValueError: no bench writes such a result, or a part is missing."""
-    kind = kind_of(result)
-    if kind is None:
+    if (kind := kind_of(result)) is None:
         raise ValueError(f"{shown(name)} is not the result of a bench that this version knows: run the bench again")
     try:
         parts, charts = kind.parts(result), kind.charts(result)

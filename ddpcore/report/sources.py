@@ -86,8 +86,7 @@ def read_run(path: Path) -> Run:
     header = record.header if isinstance(record.header.get("config"), dict) else {**record.header, "config": {}}
     steps: dict[int, list[dict[str, Any]]] = {}
     for file in _files(path / STEPS, step_file("*"), "steps", problems):
-        rank = rank_of(file)
-        if rank is not None:
+        if (rank := rank_of(file)) is not None:
             steps[rank] = [line for line in _lines(file, problems) if has_step(line)]
     landscapes = _landscapes(path / LANDSCAPES, problems)
     more = {"header": header, "problems": problems, "steps": dict(sorted(steps.items())), "landscapes": landscapes}

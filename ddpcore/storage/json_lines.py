@@ -184,8 +184,7 @@ def read_json(path: Path) -> Any:
     ValueError, without the name of the file: it is no JSON, or does not match its checksum. OSError: it cannot be read.
     """
     content = read_file(path)
-    found = _JSON_TAIL.search(content)
-    if found is not None:
+    if (found := _JSON_TAIL.search(content)) is not None:
         content = content[: found.start()] + b"\n}"
     if _checksum(content) != found[1].decode() if found is not None else _JSON_ALMOST.search(content):
         raise ValueError("it does not match its checksum: if you have edited it, remove its last entry, checksum")

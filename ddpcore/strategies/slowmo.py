@@ -98,8 +98,7 @@ class SlowMo(Strategy):
         learner.check_sent()
         learner.comm.average_(weights_LP, learner.step - 1).wait()
         assert self._anchor_P is not None and self._momentum_P is not None
-        lr = learner.optimizer.param_groups[0]["lr"]
-        if lr == 0:
+        if (lr := learner.optimizer.param_groups[0]["lr"]) == 0:
             raise ValueError("slowmo divides by the learning rate, which is 0: begin and end the schedule above 0")
         self._momentum_P.mul_(self.slow_momentum).add_((self._anchor_P - weights_LP[0]) / lr)
         self._anchor_P.sub_(self._momentum_P * (self.slow_lr * lr))

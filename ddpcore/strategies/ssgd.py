@@ -61,8 +61,7 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
     if isinstance(weights, str):
         assert counts_L is not None
         all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device), learner.step).cpu()
-        bad = [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]
-        if bad:
+        if bad := [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]:
             raise ValueError(
                 f"{name}: num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative: "
                 "before each backward pass set handle.num_samples to the samples of its loss, one for each learner here"

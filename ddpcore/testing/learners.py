@@ -70,8 +70,7 @@ def batch(step: int, num_learners: int) -> tuple[Tensor, Tensor]:
     """Inputs ``[n, 4, 5]`` and labels ``[n, 4]``: another mini-batch for each learner at each step."""
     generator = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(MAX_LEARNERS, BATCH, 5, generator=generator)
-    labels = torch.randint(3, (MAX_LEARNERS, BATCH), generator=generator)
-    return inputs[:num_learners], labels[:num_learners]
+    return inputs[:num_learners], torch.randint(3, (MAX_LEARNERS, BATCH), generator=generator)[:num_learners]
 
 
 class SmallRun:

@@ -84,8 +84,7 @@ class Topology(ABC):
             weights = np.ones(num_learners) if kept is None else kept
             matrices = [self.matrix(step, num_learners) for step in steps]
             return of_step.weighted_gap(matrices, weights, is_random=period is None)
-        shape = self.translations(num_learners)
-        if shape is not None:
+        if (shape := self.translations(num_learners)) is not None:
             firsts = [self.round(step, 0, num_learners) for step in range(period)]
             eigenvalues = of_step.grid_eigenvalues([of_step.first_row(turn, shape) for turn in firsts])
             shrunk = float(abs(eigenvalues[1:]).max())  # convolutions commute and are normal matrices

@@ -86,8 +86,7 @@ class FromGraph(Given):
     """
 
     def __init__(self, graph: Any) -> None:
-        missing = [name for name in ("nodes", "edges", "is_directed") if not hasattr(graph, name)]
-        if missing:
+        if missing := [name for name in ("nodes", "edges", "is_directed") if not hasattr(graph, name)]:
             raise ValueError(f"FromGraph: a {type(graph).__name__} has no {missing[0]}: give a networkx graph")
         num_learners = len(graph.nodes)
         if num_learners == 0 or set(graph.nodes) != set(range(num_learners)):

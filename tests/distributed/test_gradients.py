@@ -28,7 +28,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("optimizer_name", ["fused", "sgd"])
-@pytest.mark.parametrize("how", ["no_sync", "backwards"])
+@pytest.mark.parametrize("how", ["no_sync", "averages", "backwards"])
 def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
     """ssgd with three micro-batches a step, averaged once or three times, against one learner on all samples."""
     model, plain = training.mlp(), training.mlp()
@@ -41,8 +41,11 @@ def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
         for micro in range(3):
             part = slice(2 * micro, 2 * micro + 2)
             loss = training.loss_of(handle.model(inputs[:, part]), labels[:, part]) / 3
-            if how == "no_sync" and micro < 2:
+            if how != "backwards" and micro < 2:
                 with handle.no_sync():
+                    loss.backward()
+            elif how == "averages":
+                with handle.no_sync(), handle.no_sync(averages=True):
                     loss.backward()
             else:
                 loss.backward()
@@ -211,6 +214,30 @@ def test_nested_no_sync_stays_paused() -> None:
         training.loss_of(handle.model(inputs), labels).backward()
     first, second = (next(one.parameters()).grad for one in handle.models)
     assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
+    """Also after others, as Accelerate's trigger_sync_in_backward asks for it; none may follow."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    inputs, labels = training.samples(2, 4)
+    with handle.no_sync():
+        losses = [training.loss_of(handle.model(inputs), labels) for _ in range(2 + late)]
+        losses[0].backward()
+        with handle.no_sync(averages=True):
+            losses[1].backward()
+        if late:
+            losses[2].backward()
+            with handle.no_sync():
+                pass
+    if late:
+        with pytest.raises(RuntimeError, match="came after the pass that averages"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert torch.equal(*training.weights_of_learners(handle))
 
 
 def test_a_step_inside_no_sync_has_no_average_and_does_not_excuse_the_next() -> None:

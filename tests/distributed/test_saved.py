@@ -107,6 +107,9 @@ def test_refusals(tmp_path: Path) -> None:
         load_run_state(begin(2)[0], [state], moments="keep")
     with pytest.raises(ValueError, match="weights is 'own': choose from average, nearest"):
         load_run_state(begin(2)[0], [state], weights="own")
+    train(handle, optimizer, 1, 2)
+    with pytest.raises(ValueError, match=r"the states are of different moments, step 1 of .* and step 2 of"):
+        load_run_state(begin(2)[0], [state, run_state(handle)])
     assert all(torch.equal(a, b) for a, b in zip(before, flat(fewer), strict=True))
     pushed, _ = begin(3, ddpcore.PushSum(ddpcore.OnePeerExponential()))
     with pytest.raises(ValueError, match="no plain average here: resume with as many learners"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,17 @@ from ddpcore.optim import FusedSGD
 from helpers import ranks
 
 
-def train(epochs: Any, strategy: Any, *, resume: Any = None, save: Any = None, clip: float = 0.5, **more: Any) -> Any:
-    """Returns what a loop trained, and its losses."""
+def train(
+    epochs: Any,
+    strategy: Any,
+    *,
+    resume: Any = None,
+    save: Any = None,
+    safe: bool = True,
+    alone: Any = None,
+    **more: Any,
+) -> Any:
+    """Returns what a loop trained, and its losses. ``alone`` is a folder for the model alone."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
@@ -48,14 +58,46 @@ def train(epochs: Any, strategy: Any, *, resume: Any = None, save: Any = None, c
                 loss = nn.functional.cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
     if save:
-        accelerator.save_state(str(save))
+        accelerator.save_state(str(save), safe_serialization=safe)
+    if alone:
+        accelerator.save_model(model, alone)
+        accelerator.wait_for_everyone()
     return handle, accelerator.unwrap_model(model), losses
+
+
+def triggered(strategy: Any) -> Any:
+    """The weights that a loop trains whose last backward pass begins inside ``no_sync``, and asks for the average."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    set_seed(5)
+    model: Any = nn.Linear(6, 3)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy is None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        _, model, optimizer = prepare(accelerator, model, optimizer, strategy)
+    set_seed(5 + accelerator.process_index)
+    for _ in range(3):
+        with accelerator.no_sync(model):
+            first, last = (model(torch.randn(4, 6)).square().mean() for _ in range(2))
+            accelerator.backward(first)
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(last)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def flat_file(folder: Path) -> torch.Tensor:
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return flat(model)
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -102,12 +144,10 @@ def check(folder: Path) -> dict[str, Any]:
         half_handle, _, first = train(range(2), ddpcore.DPSGD(), save=folder / precision, **options)
         half = flat(half_handle.evaluation_model())
         _, later, second = train(range(2, 4), ddpcore.DPSGD(), resume=folder / precision, **options)
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
-        model.load_state_dict(load_file(folder / precision / "model.safetensors"))
         found[precision] = {
             "weights": (flat(whole), flat(later)),
             "losses": (losses, first + second),
-            "file": (half, flat(model)),
+            "file": (half, flat_file(folder / precision)),
             "distance": handle.consensus_distance(),
         }
     train(range(1), None, save=folder / "ddp")
@@ -115,6 +155,12 @@ def check(folder: Path) -> dict[str, Any]:
         train(range(1, 3), ddpcore.DPSGD(), resume=folder / "ddp", save=folder / "begun")[2],
         train(range(3, 4), None, resume=folder / "begun")[2],
     ]
+    _, plain, _ = train(range(1), None, save=folder / "pickled", safe=False)
+    _, loaded, _ = train(range(0), ddpcore.DPSGD(), resume=folder / "pickled")
+    found["pickled"] = (flat(plain), flat(loaded))
+    found["triggered"] = (triggered(None), triggered(ddpcore.SSGD()))
+    handle, _, _ = train(range(1), ddpcore.DPSGD(), alone=folder / "model")
+    found["model"] = (flat(handle.evaluation_model()), flat_file(folder / "model"))
     found["refused"] = {
         "prepared": refused(prepared_before),
         "wrapped": refused(wrapped_before),
@@ -128,11 +174,15 @@ def check_alone(folder: Path) -> dict[str, Any]:
     """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
     _, begun, _ = train(range(0), ddpcore.DPSGD(), resume=folder / "no")
     handle, _, losses = train(range(2, 4), ddpcore.DPSGD(), resume=folder / "no")
+    shutil.copytree(folder / "no", folder / "again")  # files of two ranks
+    _, own, _ = train(range(2, 4), ddpcore.DPSGD(), resume=folder / "no", save=folder / "again")
+    _, again, _ = train(range(0), ddpcore.DPSGD(), resume=folder / "again")
     _, whole, _ = train(range(3), ddpcore.DPSGD())
     train(range(2), ddpcore.DPSGD(), save=folder / "alone")
     _, later, _ = train(range(2, 3), ddpcore.DPSGD(), resume=folder / "alone")
     return {
         "begun": flat(begun),
+        "again": (flat(own), flat(again)),
         "losses": losses,
         "step": handle.learner.step,
         "resumed": (flat(whole), flat(later)),

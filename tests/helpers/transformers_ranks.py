@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,17 @@ def check_alone(folder: Path) -> dict[str, Any]:
     """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
     saved, own = folder / "dpsgd" / "checkpoint-4", folder / "alone"
     later, losses = train(folder / "later", "bert", ddpcore.DPSGD(), resume=str(saved))
+    both = folder / "again"
+    shutil.copytree(folder / "dpsgd", both)  # files of two ranks
+    onward, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-4"))
+    again, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-8"))
     whole, _ = train(own, "bert", ddpcore.DPSGD())
     resumed, _ = train(own, "bert", ddpcore.DPSGD(), resume=str(own / "checkpoint-4"))
     return {
         "begun": (later.begin, flat(BertForSequenceClassification.from_pretrained(saved))),
         "losses": losses,
         "step": later.handle.learner.step,
+        "again": (flat(onward.model), flat(again.model)),
         "resumed": (flat(whole.model), flat(resumed.model)),
     }
 

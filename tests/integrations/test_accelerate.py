@@ -58,6 +58,24 @@ def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, A
         assert max(gossip[0], back[0]) < 0.95 * found["ssgd"]["losses"][0][0]  # the loss of a new model
 
 
+def test_a_checkpoint_of_ddp_may_be_pickled(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        assert torch.equal(*found["pickled"])
+
+
+def test_the_average_that_a_pass_inside_no_sync_asks_for(both: list[dict[str, Any]]) -> None:
+    """Each rank had trained alone."""
+    for found in both:
+        assert torch.allclose(*found["triggered"], rtol=0, atol=1e-6)
+    assert torch.equal(*(found["triggered"][1] for found in both))
+
+
+def test_save_model_writes_all_averaged_weights(both: list[dict[str, Any]]) -> None:
+    """Accelerate takes tensors of one storage for one tensor, and had saved one of them."""
+    for found in both:
+        assert torch.equal(*found["model"])
+
+
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "prepared": "accelerator.prepare() has the model already",
@@ -69,6 +87,11 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     for name, words in expected.items():
         message = both[0]["refused"][name]
         assert words in message and "\n" not in message, (name, message)
+
+
+def test_one_process_saves_into_the_folder_of_two_ranks(alone: dict[str, Any]) -> None:
+    """It had loaded the average of its own weights and those of the rank that has gone."""
+    assert torch.equal(*alone["again"])
 
 
 def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -118,3 +141,19 @@ def test_several_models_of_one_loop(tmp_path: Path) -> None:
     second = begin(1)
     second[0].load_state(str(tmp_path))
     assert all(map(torch.equal, expected, train(*second, 2)))
+
+
+def test_a_scheduler_follows_its_own_optimizer() -> None:
+    """It steps only if no optimizer that it knows has left a step out, as a scaler does."""
+    import accelerate
+
+    from ddpcore.integrations.accelerate import prepare
+
+    accelerate.Accelerator().free_memory()
+    accelerator = accelerate.Accelerator(cpu=True)
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        _, _, prepared, scheduler = prepare(accelerator, model, optimizer, ddpcore.SSGD(), schedule)
+        assert scheduler.optimizers == [prepared]

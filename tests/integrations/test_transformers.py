@@ -86,5 +86,9 @@ def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, 
     assert sum(alone["losses"]) / 4 < both[0]["dpsgd"]["losses"][0][0]
 
 
+def test_one_process_saves_into_the_folder_of_two_ranks(alone: dict[str, Any]) -> None:
+    assert torch.equal(*alone["again"])
+
+
 def test_one_process(alone: dict[str, Any]) -> None:
     assert torch.equal(*alone["resumed"])
