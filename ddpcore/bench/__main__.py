@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         abouts = {name: (kind.options.__doc__ or "").splitlines() for name, kind in COMMANDS.items() if name}
         others = " ".join(f"{name}: {lines[0]}" for name, lines in abouts.items())
         prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {others}"
-        torchrun = launch.torchrun_world()
-        if torchrun is not None:
+        if (torchrun := launch.torchrun_world()) is not None:
             program += f", rank {torchrun.rank}"
         start = kind.prepare(command_line.parse(kind.options, words, prog=prog, epilog=epilog), torchrun)
         started = True

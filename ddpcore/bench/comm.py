@@ -77,7 +77,8 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
         except ValueError:
             if config.transport is not None:
                 raise
-    per_mib = (resolved.world_size if resolved.device == "cpu" else 1) * len(chosen) * BUFFERS * MiB
+    processes = resolved.world_size if resolved.device == "cpu" else 1
+    per_mib = processes * len(chosen) * BUFFERS * MiB
     largest = max(1, int(min(command.free_memory(resolved.device) / per_mib, config.max_mib)))
     advice = f"take --max-mib {largest}, or name one --transport"
     command.check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)

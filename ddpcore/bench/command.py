@@ -88,8 +88,7 @@ class Kind(NamedTuple):
         """Draw the charts of a result (as in the JSON file). ValueError as ``check_plot``, or no row has a number."""
         from ddpcore.display.picture import plot_charts  # noqa: PLC0415  matplotlib takes half a second to import
 
-        drawn = with_values(self.charts(result))
-        if not drawn:
+        if not (drawn := with_values(self.charts(result))):
             raise ValueError(f"--plot: no row has a number to draw, so {shown(path)} is not written")
         plot_charts(drawn, path, self.title if len(drawn) > 1 else "")
 

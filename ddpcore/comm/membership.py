@@ -204,8 +204,7 @@ class Roll:
         while not store.check([list_key]):
             call = store.add(f"{number}/call", 1)
             left = self._left(number, members, call, time.monotonic() + ANSWER_SECONDS)
-            waiting = [one for one in left if not store.check([f"{number}/ready/{one}"])]
-            if not waiting:
+            if not (waiting := [one for one in left if not store.check([f"{number}/ready/{one}"])]):
                 return tuple(self.write_once(list_key, left))
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {waiting} live and did not come within {self.timeout:g} s after a failure")

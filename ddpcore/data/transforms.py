@@ -68,7 +68,8 @@ class Augmentation:
     def __call__(self, images: Tensor, samples: Tensor, epoch: int) -> Tensor:
         """Augment images uint8 ``[B, C, H, W]``; ``samples`` int64 ``[B]`` are their numbers in the data set."""
         bits_B = random_bits(self.seed, epoch, samples)
-        top_B, left_B = ((bits_B >> place & 0xFFFFF) * (2 * self.padding + 1) >> 20 for place in (0, 20))
+        num_places = 2 * self.padding + 1
+        top_B, left_B = ((bits_B >> place & 0xFFFFF) * num_places >> 20 for place in (0, 20))
         if self.flip:
             both = torch.cat([images, images.flip(-1)])
             own = torch.arange(len(images), device=images.device)

@@ -326,7 +326,8 @@ def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Str
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
         return []
     parts, numbers = strategy.traits.columns, [key for key in keys if isinstance(key, int)]
-    for begin, end in [*[parts[number] for number in numbers[-1:] if number < len(parts)], (0, flat.numel)]:
+    spans = [parts[number] for number in numbers[-1:] if number < len(parts)]
+    for begin, end in [*spans, (0, flat.numel)]:
         if leaf.numel() == leaf.shape[-1] == end - begin:
             return [segment for segment in flat.segments if begin <= segment.offset < end]
     return []

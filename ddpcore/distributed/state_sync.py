@@ -166,8 +166,7 @@ class StateSync:
         """Average a state of all parameters. A missing one counts as zero, so that all ranks send equal rows."""
         parameters = self._optimized()
         found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
-        dtype = next((value.dtype for value in found if value is not None), None)
-        if dtype is None:
+        if (dtype := next((value.dtype for value in found if value is not None), None)) is None:
             raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
         pairs = zip(parameters, found, strict=True)
         self._move(policy, [torch.zeros_like(local(p), dtype=dtype) if value is None else value for p, value in pairs])

@@ -40,8 +40,7 @@ def study_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[C
     ]  # fmt: skip
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
-        lines = lines_of(spec, {row: comparison["configs"][row] for row in drawn})
-        if lines:
+        if lines := lines_of(spec, {row: comparison["configs"][row] for row in drawn}):
             variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
             charts += _line_charts(variable, lines, cells, metric, labels)
             on_lines |= {row for points in lines.values() for _, row in points}

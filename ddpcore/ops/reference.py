@@ -89,7 +89,8 @@ class TensorStep(NamedTuple):
         if self.first is None:
             return state
         drawn = words(state.numel(), self.seed, self.taken or 0, self.first, state.device)
-        return round_to_bf16(state.float(), (drawn >> 16 if is_second else drawn & 0xFFFF)[memory_order(self.param)])
+        random = drawn >> 16 if is_second else drawn & 0xFFFF
+        return round_to_bf16(state.float(), random[memory_order(self.param)])
 
 
 def tensor_steps(
@@ -405,8 +406,7 @@ def mix_stacked_(
     distances: bool = True,
 ) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.mix_stacked_`."""
-    old = [wide_of(row).clone() for row in weights]
-    if not old:
+    if not (old := [wide_of(row).clone() for row in weights]):
         return weights.new_empty((0,), dtype=torch.float64)
     rows = [*old, *map(wide_of, others)]
     bounds, of_entry = offsets.tolist(), columns.tolist()

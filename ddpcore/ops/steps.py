@@ -342,4 +342,5 @@ def bytes_per_param(optimizer: str, itemsize: int, rounded_states: bool = False)
     rule = RULES[optimizer]
     states = len(rule.buffers) * (2 if rounded_states else 4 if rule.wide_states else itemsize)
     least = 3 * itemsize + 2 * states
-    return least, least + (itemsize + (states if rule.wide_states else itemsize)) if rule.uses_norms else least
+    again = itemsize + (states if rule.wide_states else itemsize)
+    return least, least + again if rule.uses_norms else least

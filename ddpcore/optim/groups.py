@@ -56,8 +56,7 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
     check_number("weight_decay", weight_decay)
     if rule not in (None, "muon"):
         raise ValueError(f"rule is {rule!r}: it must be None or 'muon'")
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not named:
+    if not (named := [(name, p) for name, p in model.named_parameters() if p.requires_grad]):
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
     scales = _scales(model)
     weights = [(name, p) for name, p in named if p.ndim > 1 and id(p) not in scales]
@@ -129,8 +128,7 @@ def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[i
         uses = [(own[name], how) for name, how in _uses(model) if id(own[name]) in considered]
     except Exception:  # whatever the forward pass of a model may do with values that do not exist
         uses = []
-    factors = [id(param) for param, how in uses if how == "factor"]
-    if factors:
+    if factors := [id(param) for param, how in uses if how == "factor"]:
         return {id(param) for param, how in uses if how == "other" and id(param) not in factors} | {factors[-1]}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     owned = [[p for p in module.parameters(recurse=False) if id(p) in considered] for module in model.modules()]

@@ -105,8 +105,7 @@ def _mixing_time(gap: float, period: int | None, epsilon: float) -> float:
 
 def _smallest_eigenvalue(topology: Topology, num_learners: int) -> float | None:
     """The smallest eigenvalue of the matrix of a static topology; None if it is not symmetric."""
-    shape = topology.translations(num_learners)
-    if shape is not None:
+    if (shape := topology.translations(num_learners)) is not None:
         eigenvalues = of_step.grid_eigenvalues([first_row(topology.round(0, 0, num_learners), shape)])
         return float(eigenvalues.real.min()) if abs(eigenvalues.imag).max() <= TOLERANCE else None
     mixing = topology.mixing_matrix(0, num_learners)

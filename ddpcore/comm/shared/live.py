@@ -68,7 +68,8 @@ class SharedLiveWeights(LiveWeights):
 
     @override
     def settle(self) -> None:
-        self._coordinator.await_arrived(range(len(self._rows)), self._coordinator.arrive("the wait for all learners"))
+        number = self._coordinator.arrive("the wait for all learners")
+        self._coordinator.await_arrived(range(len(self._rows)), number)
 
     @override
     def load(self, rows_LKP: Tensor) -> None:

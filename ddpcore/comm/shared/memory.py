@@ -176,8 +176,7 @@ class Slots:
         """
         known = self.known.setdefault(kind, [])
         # A slot whose readers end in this very operation is not free: they and this rank would wait for each other.
-        free = [slot for slot in known if slot.used is not None and slot.used < now]
-        if not free:
+        if not (free := [slot for slot in known if slot.used is not None and slot.used < now]):
             free = make(1 if known else 2)
             known += free
         slot = min(free, key=lambda one: one.used or 0)
