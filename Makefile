@@ -151,9 +151,9 @@ $(BUILT): $(SOURCES) setup.py $(READY)
 
 # Python compiles a module when it is first imported: to compile all of torch would take 20 s.
 # CPU wheels where there is no GPU: first from the configured index, then from PyTorch's own.
-.venv/.ready: constraints.txt Makefile tools/base_python
+.venv/.ready: constraints.txt Makefile
 	@echo "making .venv: downloads about 300 MB, half a minute to a minute on a fast line"
-	@$$(tools/base_python) -m venv .venv
+	@[ -x .venv/bin/pip ] || $$(tools/base_python) -m venv --clear .venv
 	@if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
 	  .venv/bin/pip install -q --no-compile "torch==$(TORCH)"; \
 	else \
