@@ -8,15 +8,9 @@ from ddpcore.bench import buckets, comm, demo, doctor, optim, predict, run, topo
 from ddpcore.bench.command import Kind
 
 COMMANDS = {
-    "": run.KIND,
-    "buckets": buckets.KIND,
-    "comm": comm.KIND,
-    "demo": demo.KIND,
-    "doctor": doctor.KIND,
-    "optim": optim.KIND,
-    "predict": predict.KIND,
-    "topology": topology.KIND,
-}
+    "": run.KIND, "buckets": buckets.KIND, "comm": comm.KIND, "demo": demo.KIND, "doctor": doctor.KIND,
+    "optim": optim.KIND, "predict": predict.KIND, "topology": topology.KIND,
+}  # fmt: skip
 
 
 def kind_of(result: dict[str, Any]) -> Kind | None:

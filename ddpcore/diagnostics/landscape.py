@@ -29,8 +29,8 @@ from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.spectra import Eigenvalues, NotConverged, NotFinite
 from ddpcore.diagnostics.weights import DataLoss, WeightVector
 from ddpcore.distributed.averaging import recalibrate
+from ddpcore.optim.groups import is_normalization
 from ddpcore.options.typed import check_choice
-from ddpcore.parameters.normalization import is_normalization
 from ddpcore.records.surface import METRICS, Surface, read_surface, write_surface
 from ddpcore.runtime.progress import ProgressReport
 

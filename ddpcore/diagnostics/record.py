@@ -153,21 +153,11 @@ class Measured:
         dynamics, problem = self._dynamics(full_loss_of)
         reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else problem)
         return NoiseRecord(
-            step=self.step,
-            valid=not reason,
-            reason=reason,
-            num_learners=self.num_learners,
-            batch_size=series.batch_size,
-            num_steps=len(series),
-            num_skipped=skipped,
-            at_mean=self.at_mean,
-            whole=series.whole(),
-            segments=series.segments(),
-            dynamics=dynamics,
-            spread=self._spread(),
-            seconds=seconds,
-            share=seconds / passed if passed > 0 else 0.0,
-        )
+            step=self.step, valid=not reason, reason=reason, at_mean=self.at_mean,
+            num_learners=self.num_learners, batch_size=series.batch_size, num_steps=len(series), num_skipped=skipped,
+            whole=series.whole(), segments=series.segments(), dynamics=dynamics, spread=self._spread(),
+            seconds=seconds, share=seconds / passed if passed > 0 else 0.0,
+        )  # fmt: skip
 
     def _dynamics(self, full_loss_of: str) -> tuple[Dynamics | None, str]:
         """The dynamics, and why their numbers are not meaningful; empty if they are."""

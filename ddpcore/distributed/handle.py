@@ -110,9 +110,18 @@ class Distributed:
         """
         yield tensors
 
-    def no_sync(self, *, averages: bool = False) -> AbstractContextManager[None]:
-        """A context in which backward passes do not average gradients; with ``averages``, inside another, they do."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes do not average gradients."""
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
+
+    def sync(self) -> AbstractContextManager[None]:
+        """A context inside :meth:`no_sync` in which backward passes average gradients again, those of before, too.
+
+        RuntimeError: DistributedDataParallel trains the model, and decides in the forward pass what it averages.
+        """
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            raise RuntimeError("DDP averages where the forward pass ran outside no_sync(): run both passes there")
+        return nullcontext()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
         """Return a copy of the model with the average of all learners' weights. Collective.

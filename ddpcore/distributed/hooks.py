@@ -18,7 +18,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets, Pieces
-from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks
+from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of
@@ -139,9 +139,16 @@ class HookedDistributed(Distributed):
             return self.model.split(*tensors, at_once=at_once)
         return super().split(*tensors)
 
-    @contextmanager
     @override
-    def no_sync(self, *, averages: bool = False) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._passes(averages=False)
+
+    @override
+    def sync(self) -> AbstractContextManager[None]:
+        return self._passes(averages=True)
+
+    @contextmanager
+    def _passes(self, *, averages: bool) -> Iterator[None]:
         if self._buckets is None:
             yield
             return
@@ -444,7 +451,7 @@ class _ForwardHook(_Hook):
             return
         if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
             shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
-        if torch._C._current_graph_task_id() != -1 or _is_traced() or not handle._watch.is_own_pass(module):
+        if torch._C._current_graph_task_id() != -1 or is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
         self._is_inside = isinstance(module, LearnerModels)
         buckets, models = handle._buckets, handle.models
@@ -484,13 +491,6 @@ class _StateHook(_Hook):
     def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
             handle.strategy.restore_weights(handle.learner)
-
-
-def _is_traced() -> bool:
-    """Whether torch.jit.trace, torch.export or fake tensors run the model to read it, so no step begins."""
-    modes = torch._C._TorchDispatchModeKey
-    is_read = any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
-    return is_read or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 class _NoHook:

@@ -50,7 +50,7 @@ def prepare(
     Raises:
         ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
     """
-    check_plain(accelerator, model)
+    check_plain(accelerator, model, options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
@@ -71,13 +71,15 @@ def prepare(
     return handle, model, prepared, *others
 
 
-def check_plain(accelerator: Accelerator, model: nn.Module) -> None:
-    """Raise ValueError if another library averages or shards, or if Accelerate has prepared the model."""
+def check_plain(accelerator: Accelerator, model: nn.Module, options: dict[str, Any]) -> None:
+    """Raise ValueError if another library averages or shards, the model is prepared, or ``group`` is not whole."""
     if accelerator.distributed_type not in [DistributedType[name] for name in _PLAIN]:
         other = f"{accelerator.distributed_type.value}, which averages or shards by itself"
         raise ValueError(f"Accelerate runs {other}: configure plain CPUs or GPUs for ddpcore")
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
+    if (group := options.get("group")) is not None and group.size() != accelerator.num_processes:
+        raise ValueError(f"group has {group.size()} of {accelerator.num_processes} processes: leave group= out")
 
 
 class _Loaded(nn.Module):
@@ -103,6 +105,7 @@ class _Saved:
         self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
         self._number, self._place = number, place
         self._folder: str | None = None
+        self._loaded: nn.Module | None = None
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
@@ -114,9 +117,10 @@ class _Saved:
         own = self._handle.models[0]
         models[:] = [_Loaded() if model is own else model for model in models]
         self._folder = folder if rank_file(folder, 0, self._number).exists() else None
-        if self._folder is None:
-            names = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-            files = [Path(folder) / one.replace(".", f"_{self._place}." if self._place else ".") for one in names]
+        names = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+        files = [Path(folder) / one.replace(".", f"_{self._place}." if self._place else ".") for one in names]
+        self._loaded = own if any(map(Path.exists, files)) else None  # a hook of the program may have saved the weights
+        if self._loaded is not None or self._folder is None:
             own.load_state_dict(load_state_dict(str(next(filter(Path.exists, files), files[0]))))
 
     def load(self, state: dict[str, Any]) -> None:
@@ -125,7 +129,7 @@ class _Saved:
         if folder is None:
             self._load_plain(state)
         else:
-            load_rank_file(self._handle, folder, self._rank, self._number)
+            load_rank_file(self._handle, folder, self._rank, self._loaded, self._number)
 
 
 def one_learner() -> dict[str, Any]:
@@ -139,10 +143,13 @@ class NoSync:
     def __init__(self, handle: Distributed) -> None:
         self._handle = weakref.ref(handle)
 
-    def __call__(self, **kwargs: bool) -> AbstractContextManager[None]:
+    def __call__(self) -> AbstractContextManager[None]:
         """The context of the handle."""
-        handle = self._handle()
-        return nullcontext() if handle is None else handle.no_sync(**kwargs)
+        return nullcontext() if (handle := self._handle()) is None else handle.no_sync()
+
+    def end(self) -> AbstractContextManager[None]:
+        """A context inside in which the handle averages."""
+        return nullcontext() if (handle := self._handle()) is None else handle.sync()
 
     def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
         return _nothing, ()
@@ -151,7 +158,7 @@ class NoSync:
 def _averaging(model: nn.Module) -> AbstractContextManager[None]:
     """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
     own = getattr(model, "no_sync", None)
-    return own(averages=True) if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
+    return own.end() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
 
 
 def _nothing() -> type[AbstractContextManager[None]]:
@@ -170,18 +177,32 @@ def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: i
     """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
     file = rank_file(folder, rank, number)
     file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
-    torch.save(run_state(handle), file)
+    torch.save({**run_state(handle), "average": _sums(handle.evaluation_model())}, file)
     if rank == 0:
-        own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners)}
+        own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners // len(handle.comm.learners))}
         for other in {*Path(folder).glob(rank_file("", "*", number).name)} - own:
             other.unlink()
 
 
-def load_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
-    """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective."""
+def load_rank_file(handle: Distributed, folder: str | Path, rank: int, loaded: Any, number: int = 0) -> None:
+    """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective.
+
+    ValueError: the weights of the folder, which ``loaded`` has, are not the average that these files belong to.
+    """
     num_ranks = len([*Path(folder).glob(rank_file("", "*", number).name)])
     needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
     states: list[Any] = [None] * num_ranks
     for one in needed:
         states[one] = torch.load(rank_file(folder, one, number), map_location="cpu", weights_only=True)
+    both = [] if loaded is None else zip(states[needed[0]]["average"], _sums(loaded), strict=False)
+    if any(abs(saved - own) > error for (saved, _), (own, error) in both):
+        old = rank_file("", "*", number)
+        raise ValueError(f"{folder}: another run has saved its weights over those of {old}: remove these to go on")
     load_run_state(handle, states)
+
+
+def _sums(model: nn.Module) -> list[tuple[float, float]]:
+    """Of each parameter: the sum of its weights, and by how much rounding errors may change it."""
+    weights = [one.detach() for one in model.parameters() if one.is_floating_point()]
+    errors = [16 * torch.finfo(one.dtype).eps * float(torch.linalg.vector_norm(one)) for one in weights]
+    return [(float(one.sum(dtype=torch.float64)), error) for one, error in zip(weights, errors, strict=True)]

@@ -37,7 +37,7 @@ class GossipTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if not isinstance(strategy, Strategy):
             raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        check_plain(self.accelerator, self.model)
+        check_plain(self.accelerator, self.model, options or {})
         if self.args.n_gpu > 1:
             why = "one process would use several GPUs through DataParallel"
             raise ValueError(f"{why}: start one rank a GPU by torchrun")
@@ -87,4 +87,4 @@ class GossipTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
-            load_rank_file(self.handle, checkpoint, self.args.process_index)
+            load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)

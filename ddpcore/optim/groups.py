@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from ddpcore.optim.checks import check_number
-from ddpcore.parameters.normalization import is_normalization
 
 _MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+_NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_NAME = re.compile(r"Norm(\dd)?$")  # of normalization layers of other libraries
 _PRODUCT = re.compile(
     r"(bi)?linear|matmul|__matmul__|b?mm|mv|addb?mm|baddbmm|einsum|tensordot|conv(_transpose)?[123]d|"
     r"multi_head_attention_forward"
@@ -30,6 +32,13 @@ _RESHAPE = re.compile(
     r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type|clone|chunk|split|"
     r"unbind|cat|stack|concat|(un)?squeeze|expand"
 )
+
+
+def is_normalization(module: nn.Module) -> bool:
+    """Whether the module is a normalization layer, of torch or by the name of its class, such as ``LlamaRMSNorm``."""
+    return isinstance(module, _NORMALIZATIONS) or (
+        _NAME.search(type(module).__name__) is not None and not any(True for _ in module.children())
+    )
 
 
 def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = None) -> list[dict[str, Any]]:

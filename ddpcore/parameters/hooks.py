@@ -70,6 +70,13 @@ def node_hooks(parameter: Tensor, register: str) -> list[Callable[..., Any]]:
     return [hook for number, hook in hooks.items() if number != handle.id]
 
 
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.export or fake tensors run the model to read it, so no step begins."""
+    modes = torch._C._TorchDispatchModeKey
+    is_read = any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
+    return is_read or torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
 def is_compiled_autograd() -> bool:
     """Whether compiled autograd runs the backward pass, or will run it."""
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")

@@ -91,7 +91,7 @@ class VmapRules:
         return self._plain or (not plain_only and self._are_same())
 
     def share_state(self, rows: range) -> None:
-        """After a pass of these learners in vmap, which ran the first one's modules: what it changed, all get."""
+        """Copy to the other learners what a pass in vmap has changed in the modules of the first, which alone ran."""
         if self._plain or (self._is_known() and self._are_same()):
             return
         num = len(self._getters)

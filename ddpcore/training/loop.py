@@ -345,20 +345,14 @@ class Loop:
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         if self.config.run.save_nonfinite or is_finite(tensors.values()):
             self.writer.write_model(load_safetensors().torch.save(tensors))
-        self.writer.write(
-            {
-                "kind": "end",
-                "step": self.trainer.num_steps,
-                "diverged": progress.diverged,
-                "diverged_reason": progress.reason,
-                "accuracy": progress.accuracy,
-                "best_accuracy": best.get("accuracy"),
-                "best_epoch": best.get("epoch"),
-                "test": None if test is None else test.to_dict(),
-                **self._flatness(model),
-                "total_seconds": progress.total_seconds,
-            }
-        )
+        row = {
+            "kind": "end", "step": self.trainer.num_steps,
+            "diverged": progress.diverged, "diverged_reason": progress.reason, "accuracy": progress.accuracy,
+            "best_accuracy": best.get("accuracy"), "best_epoch": best.get("epoch"),
+            "test": None if test is None else test.to_dict(),
+            **self._flatness(model), "total_seconds": progress.total_seconds,
+        }  # fmt: skip
+        self.writer.write(row)
 
     def _flatness(self, model: nn.Module) -> dict[str, Any]:
         """Columns of the last row: the flatness, or the reason why it is missing although the config requests it."""

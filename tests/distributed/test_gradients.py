@@ -45,7 +45,7 @@ def test_accumulation_is_one_big_batch(how: str, optimizer_name: str) -> None:
                 with handle.no_sync():
                     loss.backward()
             elif how == "averages":
-                with handle.no_sync(), handle.no_sync(averages=True):
+                with handle.no_sync(), handle.sync():
                     loss.backward()
             else:
                 loss.backward()
@@ -226,7 +226,7 @@ def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
     with handle.no_sync():
         losses = [training.loss_of(handle.model(inputs), labels) for _ in range(2 + late)]
         losses[0].backward()
-        with handle.no_sync(averages=True):
+        with handle.sync():
             losses[1].backward()
         if late:
             losses[2].backward()

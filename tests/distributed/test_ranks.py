@@ -82,6 +82,7 @@ def test_real_evaluation_model(seen: list[dict[str, Any]]) -> None:
 
 def test_real_evaluation_model_of_ddp(seen: list[dict[str, Any]]) -> None:
     first, second = (rank["ddp_batch_norm"] for rank in seen)
+    assert first["sync"] == "DDP averages where the forward pass ran outside no_sync(): run both passes there"
     assert not torch.equal(first["mine"]["1.running_mean"], second["mine"]["1.running_mean"])
     for rank in (first, second):
         for name, value in rank["average"].items():

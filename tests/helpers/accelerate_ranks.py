@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, set_seed
@@ -133,6 +134,12 @@ def sharded() -> None:
         accelerator.state.distributed_type = DistributedType.MULTI_CPU
 
 
+def of_a_part() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    group, _ = dist.new_subgroups(1)
+    prepare(accelerator, model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), group=group)
+
+
 def check(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     _, ddp, losses = train(range(3), None)
@@ -166,7 +173,10 @@ def check(folder: Path) -> dict[str, Any]:
         "wrapped": refused(wrapped_before),
         "fsdp": refused(sharded),
         "another": refused(lambda: train(range(1), ddpcore.SSGD(), resume=folder / "no")),
+        "part": refused(of_a_part),
     }
+    train(range(1), None, save=folder / "begun")
+    found["refused"]["over"] = refused(lambda: train(range(0), ddpcore.DPSGD(), resume=folder / "begun"))
     return found
 
 

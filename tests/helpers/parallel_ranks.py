@@ -135,7 +135,12 @@ def ddp_batch_norm(rank: int, world_size: int) -> dict[str, Any]:
     inputs, labels = samples(16)
     F.cross_entropy(handle.model(inputs.chunk(world_size)[rank]), labels.chunk(world_size)[rank]).backward()
     optimizer.step()
-    seen = {name: dict(handle.evaluation_model(name).state_dict()) for name in ("average", "local")}
+    names = ("average", "local")
+    seen: dict[str, Any] = {name: dict(handle.evaluation_model(name).state_dict()) for name in names}
+    try:
+        handle.sync()
+    except RuntimeError as error:
+        seen["sync"] = str(error)
     return {**seen, "mine": dict(model.state_dict())}
 
 

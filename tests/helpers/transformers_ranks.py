@@ -153,6 +153,9 @@ def check(folder: Path) -> dict[str, Any]:
         "fsdp": refused(lambda: sharded(folder / "x", DistributedType.FSDP)),
         "deepspeed": refused(lambda: sharded(folder / "x", DistributedType.DEEPSPEED)),
     }
+    train(folder / "begun", "bert", None, **options)
+    over = str(folder / "begun" / "checkpoint-8")
+    found["refused"]["over"] = refused(lambda: train(folder / "begun", "bert", ddpcore.DPSGD(), resume=over))
     return found
 
 

@@ -82,6 +82,8 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "wrapped": "wrapped by DistributedDataParallel",
         "another": "use the same strategy",
         "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
+        "part": "group has 1 of 2 processes: leave group= out",
+        "over": "begun: another run has saved its weights over those of ddpcore_rank_*.pt: remove these to go on",
     }
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
@@ -141,6 +143,31 @@ def test_several_models_of_one_loop(tmp_path: Path) -> None:
     second = begin(1)
     second[0].load_state(str(tmp_path))
     assert all(map(torch.equal, expected, train(*second, 2)))
+
+
+def test_a_hook_of_the_program_saves_the_weights_itself(tmp_path: Path) -> None:
+    """As programs that save adapters alone do: the folder has the state of the rank and no weights besides."""
+    import accelerate
+
+    from ddpcore.integrations.accelerate import prepare
+
+    found = []
+    for seed in range(2):
+        accelerate.Accelerator().free_memory()
+        accelerator = accelerate.Accelerator(cpu=True)
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        _, model, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+        accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+        if seed:
+            assert not torch.equal(found[0], model.weight)
+            accelerator.load_state(str(tmp_path))
+        else:
+            accelerator.save_state(str(tmp_path))
+            assert not list(tmp_path.glob("model*"))
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
 
 
 def test_a_scheduler_follows_its_own_optimizer() -> None:

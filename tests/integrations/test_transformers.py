@@ -73,6 +73,7 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "wrapped": "wrapped by DistributedDataParallel",
         "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
         "deepspeed": "Accelerate runs DEEPSPEED, which averages or shards by itself",
+        "over": "another run has saved its weights over those of ddpcore_rank_*.pt: remove these to go on",
     }
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
