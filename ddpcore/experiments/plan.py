@@ -74,8 +74,8 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     rows, seeds = len({job.row for job in pending}), len({job.seed for job in pending})
     lines = [f"{len(pending)} runs: {rows} rows, {seeds} seeds"]
     if samples:
-        most = max(samples)
-        lines.append(f"activations, estimated: up to {bytes_text(most)} ({samples[most]})")
+        most, who = max(samples.items())  # a process keeps freed memory, because that is faster
+        lines.append(f"activations, estimated: up to {bytes_text(most)} ({who}); a process may hold five times that")
     checkpoints = f"up to {bytes_text(disk)} of checkpoints until a run has finished"
     return [*lines, f"disk, estimated: {checkpoints}, then {bytes_text(models)} of models of all runs"]
 

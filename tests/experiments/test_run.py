@@ -300,7 +300,8 @@ def test_several_jobs_say_how_long_the_rest_takes(
 def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path: Path) -> None:
     _, text, _ = main("run", tiny, "--out", tmp_path / "out", "--rows", "a,ssgd", "--seeds", 2)
     assert "4 runs: 2 rows, 2 seeds" in text
-    assert re.search(r"activations, estimated: up to \d+\.\d\d (K|M)iB \((a|ssgd), a learner's \d+ samples\)", text)
+    who = r"\((a|ssgd), a learner's \d+ samples\); a process may hold five times that"
+    assert re.search(rf"activations, estimated: up to \d+\.\d\d (K|M)iB {who}", text)
     assert re.search(r"disk, estimated: up to \d+\.\d\d KiB of checkpoints", text)
     assert re.findall(r"about \d+\.\d\d h for (\d) runs, if all take as long", text) == ["4", "3", "2"]
 
