@@ -74,7 +74,7 @@ class NoisySSGD(SSGD):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        """``per_learner``: add the noise."""
+        """With ``per_learner``, add its own noise to the weights of each learner."""
         super().before_forward(learner)
         if self.where == "per_learner" and self._clean_LP is None:
             self._clean_LP = learner.flat.param_LP.clone()

@@ -115,7 +115,7 @@ class SlowMo(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As of version 0.2, whose momentum was in an optimizer."""
+        """The state in the format of version 0.2, which kept the momentum in an outer optimizer."""
         base, anchor = None if self.base is None else self.base.state_dict(), None
         if self._anchor_P is not None:
             anchor = {"parts": [self._anchor_P], "optimizer": {"state": {0: {"momentum_buffer": self._momentum_P}}}}
