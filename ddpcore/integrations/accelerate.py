@@ -32,9 +32,8 @@ def prepare(
 ) -> tuple[Any, ...]:
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
-    ``accelerator.accumulate(model)`` averages gradients once a step, if the strategy averages any. ``save_state`` and
-    ``save_model`` write the averaged weights, so call both on all ranks, as ``get_state_dict``. ``save_state`` writes
-    the state of each rank, too, and ``load_state`` restores it.
+    ``accumulate(model)`` averages gradients once a step, if the strategy averages any. Call ``save_state``,
+    ``save_model`` and ``get_state_dict`` on all ranks: they average the weights. ``load_state`` restores each rank.
 
     Args:
         accelerator: without DeepSpeed, FSDP and the like.
@@ -48,7 +47,8 @@ def prepare(
         The handle, the model to call, the optimizer, and the others.
 
     Raises:
-        ValueError: Accelerate uses a library that averages or shards, or it has prepared the model already.
+        ValueError: Accelerate uses a library that averages, or has the model already; ``group`` lacks a process; or, in
+            ``load_state``, another run has saved its weights over those of the ranks.
     """
     check_plain(accelerator, model, options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
