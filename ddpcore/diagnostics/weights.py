@@ -1,7 +1,4 @@
-"""The parameters of a model as one vector, and losses over a data set.
-
-Shapes: P elements of all parameters that need a gradient.
-"""
+"""The parameters of a model as one vector [P], and losses over a data set."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcore.comm.groups import Call, meet, size_of
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
+from ddpcore.distributed.averaging import AveragedShards
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import is_dtensor
 
@@ -34,14 +32,14 @@ class WeightVector:
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if any(map(is_dtensor, self.parameters)) or isinstance(model, AveragedShards):
+            raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
         if not self.parameters:
             raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
             raise ValueError("a parameter is complex: keep a real one and call torch.view_as_complex() in forward()")
-        if any(map(is_dtensor, self.parameters)):
-            raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
         self.model = model
         self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 

@@ -131,6 +131,7 @@ REFUSED = {
     "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
     "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",
     "hessian": "parameters are DTensors, such as shards: load their full state dict into a whole model",
+    "average": "parameters are DTensors, such as shards: load their full state dict into a whole model",
     "join": "layout of parameter blocks.0.scale is of a sharded learner, and learners of one rank join",
     "shrink": "on_failure is 'shrink': a learner is several ranks, and the learner of a dead rank cannot go on",
     "scaler": "without scaler=",

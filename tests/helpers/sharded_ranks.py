@@ -371,6 +371,13 @@ def refused(place: Place) -> dict[str, str]:
         Hessian(model, lambda: model(place.x[0, 0]).square().mean())
     except ValueError as error:
         texts["hessian"] = str(error)
+    handle = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), group=learners)
+    average = handle.evaluation_model()
+    try:
+        Hessian(average, lambda: average(place.x[0, 0]).square().mean())
+    except ValueError as error:
+        texts["average"] = str(error)
+    model = sharded(net(), shard)
     try:
         ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
     except ValueError as error:
