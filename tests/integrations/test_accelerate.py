@@ -217,6 +217,18 @@ def test_weights_of_another_run_are_refused(tmp_path: Path, kind: str) -> None:
         begin()[0].load_state(str(tmp_path))
 
 
+def test_a_rank_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Also where another number of processes loads the average of all files."""
+    for rank in range(2):
+        torch.manual_seed(0)
+        accelerator, _, _, train = _run(nn.Linear(4, 4))
+        train(3, seed=rank)
+        accelerator.save_state(str(tmp_path / str(rank)))
+    (tmp_path / "1" / "ddpcore_rank_0.pt").rename(tmp_path / "0" / "ddpcore_rank_1.pt")
+    with pytest.raises(ValueError, match="another run has saved its weights"):
+        accelerator.load_state(str(tmp_path / "0"))
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("kind", ["tied", "compiled", "tied and compiled"])
 def test_tied_and_compiled_models_go_on(tmp_path: Path, kind: str, safe: bool) -> None:
