@@ -52,7 +52,7 @@ def prepare(
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
     plain = accelerator._models[-1]  # not compiled
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
-    model.no_sync = NoSync(handle)  # type: ignore[assignment]
+    model.no_sync = plain.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
     others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
     saved = _Saved(handle, prepared, accelerator.process_index, number, plain, accelerator._models.index(plain))

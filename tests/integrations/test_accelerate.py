@@ -255,6 +255,45 @@ def test_tied_and_compiled_models_go_on(tmp_path: Path, kind: str, safe: bool) -
     assert all(map(torch.equal, expected, train(2, seed=1)))
 
 
+def test_two_models_whose_layers_are_compiled(tmp_path: Path) -> None:
+    """Accelerate then calls another module than the one that it saves."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import TorchDynamoPlugin
+
+    from ddpcore.integrations.accelerate import prepare
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    found = []
+    for seed in range(2):
+        AcceleratorState._reset_state()
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin)
+        torch.manual_seed(seed)
+        models: list[nn.Module] = [Layers(), Layers()]
+        for place, model in enumerate(models):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            _, models[place], optimizer = prepare(accelerator, model, optimizer, ddpcore.SSGD())
+            accelerator.backward(models[place](torch.ones(2, 4)).sum())
+            optimizer.step()
+        if seed:
+            accelerator.load_state(str(tmp_path))
+        else:
+            accelerator.save_state(str(tmp_path))
+            assert len(list(tmp_path.glob("ddpcore_*"))) == 2
+        found.append([parameter.detach().clone() for model in models for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def accelerate_state(folder: Path) -> dict[str, Any]:
     """The weights of a folder of ``save_state``."""
     from accelerate.utils import load_state_dict
