@@ -217,8 +217,7 @@ def plot_surfaces(surfaces: Mapping[str, Surface], path: Path, *, metric: str = 
         path: passes :func:`check_plot`.
         metric: a metric of the surfaces, or ``ratio`` for ``|min_eig / max_eig|``.
 
-    Raises:
-        ValueError: an unknown metric, or a surface without finite values.
+    ValueError: an unknown metric, or a surface without finite values.
     """
     check_plot(path)
     from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib

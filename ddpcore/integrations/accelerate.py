@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,35 +38,34 @@ def prepare(
 
     Args:
         accelerator: without DeepSpeed, FSDP and the like.
-        model: not prepared yet.
-        optimizer: of that model, not prepared yet.
+        model, optimizer: not prepared yet.
         strategy: such as ``DPSGD()``.
         others: loaders and schedulers, for ``accelerator.prepare``.
         options: of :func:`ddpcore.distribute`.
 
-    Returns:
-        The handle, the model to call, the optimizer, and the others.
-
-    Raises:
-        ValueError: Accelerate uses a library that averages, or has the model already; ``group`` lacks a process; or, in
-            ``load_state``, another run has saved its weights over those of the ranks.
+    Returns the handle, the model to call, the optimizer, and the others.
+    ValueError: Accelerate uses a library that averages, or has the model already; ``group`` lacks a process; or, in
+    ``load_state``, another run has saved its weights over those of the ranks.
     """
     check_plain(accelerator, model, options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
+    plain = accelerator._models[-1]  # not compiled
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
-    model.no_sync = NoSync(handle)  # type: ignore[assignment]
+    model.no_sync = plain.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
     others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
-    place = next(place for place, one in enumerate(accelerator._models) if one is model)
-    saved = _Saved(handle, prepared, accelerator.process_index, number, place)
+    saved = _Saved(handle, prepared, accelerator.process_index, number, plain, accelerator._models.index(plain))
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
     accelerator.trigger_sync_in_backward = _averaging
     state_of = accelerator.get_state_dict
 
     def averaged(one: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return state_of(handle.evaluation_model() if one is model else one, *args, **kwargs)
+        if one is not model and one is not plain:
+            return state_of(one, *args, **kwargs)
+        average = handle.evaluation_model()
+        return state_of(getattr(average, "_orig_mod", average), *args, **kwargs)
 
     accelerator.get_state_dict = averaged
     return handle, model, prepared, *others
@@ -98,12 +98,12 @@ class _Saved:
     """Saves the state of this rank in the folder of ``save_state``, and loads it when Accelerate loads the optimizer.
 
     A folder without such states, as DDP saves it, is loaded as Accelerate does. DDP loads the averaged weights.
-    ``number`` is as in :func:`rank_file`, and ``place`` is the index of the model among the accelerator's models.
+    ``number`` is as in :func:`rank_file`, and ``place`` is the index of ``model`` among the accelerator's models.
     """
 
-    def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, place: int) -> None:
+    def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, model: Any, place: int) -> None:
         self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
-        self._number, self._place = number, place
+        self._number, self._place, self._model = number, place, model
         self._folder: str | None = None
         self._loaded: nn.Module | None = None
         optimizer.load_state_dict = self.load
@@ -114,14 +114,17 @@ class _Saved:
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
-        own = self._handle.models[0]
-        models[:] = [_Loaded() if model is own else model for model in models]
+        models[:] = [_Loaded() if model is self._model else model for model in models]
         self._folder = folder if rank_file(folder, 0, self._number).exists() else None
         names = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         files = [Path(folder) / one.replace(".", f"_{self._place}." if self._place else ".") for one in names]
-        self._loaded = own if any(map(Path.exists, files)) else None  # a hook of the program may have saved the weights
+        self._loaded = self._model if any(map(Path.exists, files)) else None  # else a hook has saved the weights
         if self._loaded is not None or self._folder is None:
-            own.load_state_dict(load_state_dict(str(next(filter(Path.exists, files), files[0]))))
+            state = load_state_dict(str(next(filter(Path.exists, files), files[0])))
+            named = self._model.state_dict(keep_vars=True)
+            tied = {id(named[name]): value for name, value in state.items() if name in named}
+            # safetensors keeps one name of weights that are tied
+            self._model.load_state_dict({name: tied[id(one)] for name, one in named.items() if id(one) in tied} | state)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or of an optimizer that DDP has saved. Collective."""
@@ -177,7 +180,7 @@ def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: i
     """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
     file = rank_file(folder, rank, number)
     file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
-    torch.save({**run_state(handle), "average": _sums(handle.evaluation_model())}, file)
+    torch.save({**run_state(handle), "digest": _digest(handle.evaluation_model())}, file)
     if rank == 0:
         own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners // len(handle.comm.learners))}
         for other in {*Path(folder).glob(rank_file("", "*", number).name)} - own:
@@ -194,15 +197,16 @@ def load_rank_file(handle: Distributed, folder: str | Path, rank: int, loaded: A
     states: list[Any] = [None] * num_ranks
     for one in needed:
         states[one] = torch.load(rank_file(folder, one, number), map_location="cpu", weights_only=True)
-    both = [] if loaded is None else zip(states[needed[0]]["average"], _sums(loaded), strict=False)
-    if any(abs(saved - own) > error for (saved, _), (own, error) in both):
+    digests = {states[one].get("digest") for one in needed}  # None: of a version before 0.3.0
+    if loaded is not None and digests - {None, _digest(loaded)}:
         old = rank_file("", "*", number)
         raise ValueError(f"{folder}: another run has saved its weights over those of {old}: remove these to go on")
     load_run_state(handle, states)
 
 
-def _sums(model: nn.Module) -> list[tuple[float, float]]:
-    """Of each parameter: the sum of its weights, and by how much rounding errors may change it."""
-    weights = [one.detach() for one in model.parameters() if one.is_floating_point()]
-    errors = [16 * torch.finfo(one.dtype).eps * float(torch.linalg.vector_norm(one)) for one in weights]
-    return [(float(one.sum(dtype=torch.float64)), error) for one, error in zip(weights, errors, strict=True)]
+def _digest(model: nn.Module) -> str:
+    """A hash of the bits of all weights."""
+    found = hashlib.sha256()
+    for weight in model.parameters():
+        found.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -62,8 +62,7 @@ class GossipStrategy(DDPStrategy):
         options: of :func:`ddpcore.distribute`, such as ``{"policies": Policies(momentum="average")}``.
         kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
-    Raises:
-        ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
+    ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
     """
 
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -24,13 +24,11 @@ class GossipTrainer(Trainer):
     is one of ``Trainer``, with the averaged model, and has a file with the state of each rank besides.
 
     Args:
-        args: as for ``Trainer``.
+        args, kwargs: as for ``Trainer``.
         strategy: such as ``DPSGD()``.
         options: of :func:`ddpcore.distribute`.
-        kwargs: as for ``Trainer``.
 
-    Raises:
-        ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
+    ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
     """
 
     def __init__(self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -170,6 +170,137 @@ def test_a_hook_of_the_program_saves_the_weights_itself(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+def _run(model: nn.Module, **options: Any) -> tuple[Any, ...]:
+    """The accelerator, the model and its optimizer, and a function that trains them by so many steps."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    from ddpcore.integrations.accelerate import prepare
+
+    AcceleratorState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True, **options)
+    optimizer: Any = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    handle, model, optimizer = prepare(accelerator, model, optimizer, ddpcore.SSGD())
+
+    def train(num_steps: int, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            outputs = model(torch.randn(8, 4, generator=generator))
+            accelerator.backward(nn.functional.cross_entropy(outputs, torch.randint(4, (8,), generator=generator)))
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return accelerator, handle, model, train
+
+
+@pytest.mark.parametrize("kind", ["same sums", "nan"])
+def test_weights_of_another_run_are_refused(tmp_path: Path, kind: str) -> None:
+    """Steps of SGD with cross entropy leave the sum of a layer's weights as it is, so another run has the same sum."""
+    import safetensors.torch
+
+    def begin() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        return _run(nn.Linear(4, 4))
+
+    accelerator, _, _, train = begin()
+    train(3, seed=0)
+    accelerator.save_state(str(tmp_path))
+    begin()[0].load_state(str(tmp_path))
+    _, _, other, train = begin()
+    train(3, seed=1)
+    weights = {name: one.detach().clone() for name, one in other.named_parameters()}
+    if kind == "nan":
+        weights["weight"][0, 0] = float("nan")
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="another run has saved its weights over those of ddpcore_rank_"):
+        begin()[0].load_state(str(tmp_path))
+
+
+def test_a_rank_file_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Also where another number of processes loads the average of all files."""
+    for rank in range(2):
+        torch.manual_seed(0)
+        accelerator, _, _, train = _run(nn.Linear(4, 4))
+        train(3, seed=rank)
+        accelerator.save_state(str(tmp_path / str(rank)))
+    (tmp_path / "1" / "ddpcore_rank_0.pt").rename(tmp_path / "0" / "ddpcore_rank_1.pt")
+    with pytest.raises(ValueError, match="another run has saved its weights"):
+        accelerator.load_state(str(tmp_path / "0"))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("kind", ["tied", "compiled", "tied and compiled"])
+def test_tied_and_compiled_models_go_on(tmp_path: Path, kind: str, safe: bool) -> None:
+    def begin(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        if "tied" in kind:
+            model[2].weight = model[0].weight
+        return _run(model, **({"dynamo_backend": "eager"} if "compiled" in kind else {}))
+
+    accelerator, handle, _, train = begin(0)
+    train(3, seed=0)
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    names = {"0.weight", "0.bias", "2.bias"} | ({"2.weight"} if "tied" not in kind else set())
+    loaded = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    saved = accelerate_state(tmp_path)
+    assert names <= set(saved)
+    loaded.load_state_dict({"2.weight": saved.get("2.weight", saved["0.weight"]), **saved})
+    average = dict(getattr(model := handle.evaluation_model(), "_orig_mod", model).state_dict())
+    assert all(torch.equal(average[name], one) for name, one in loaded.state_dict().items())
+    expected = train(2, seed=1)
+    second, _, _, train = begin(1)
+    second.load_state(str(tmp_path))
+    assert all(map(torch.equal, expected, train(2, seed=1)))
+
+
+def test_two_models_whose_layers_are_compiled(tmp_path: Path) -> None:
+    """Accelerate then calls another module than the one that it saves."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import TorchDynamoPlugin
+
+    from ddpcore.integrations.accelerate import prepare
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    found = []
+    for seed in range(2):
+        AcceleratorState._reset_state()
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+        accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin)
+        torch.manual_seed(seed)
+        models: list[nn.Module] = [Layers(), Layers()]
+        for place, model in enumerate(models):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            _, models[place], optimizer = prepare(accelerator, model, optimizer, ddpcore.SSGD())
+            accelerator.backward(models[place](torch.ones(2, 4)).sum())
+            optimizer.step()
+        if seed:
+            accelerator.load_state(str(tmp_path))
+        else:
+            accelerator.save_state(str(tmp_path))
+            assert len(list(tmp_path.glob("ddpcore_*"))) == 2
+        found.append([parameter.detach().clone() for model in models for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def accelerate_state(folder: Path) -> dict[str, Any]:
+    """The weights of a folder of ``save_state``."""
+    from accelerate.utils import load_state_dict
+
+    return dict(load_state_dict(str(next(file for file in folder.iterdir() if "model" in file.name))))
+
+
 def test_a_scheduler_follows_its_own_optimizer() -> None:
     """It steps only if no optimizer that it knows has left a step out, as a scaler does."""
     import accelerate
