@@ -367,16 +367,12 @@ def refused(place: Place) -> dict[str, str]:
     call("offload", sharded(net(), shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), group=learners)
     call("other placements", sharded(net(), shard) if place.learner else replicate(net(), mesh=shard), group=learners)
     model = sharded(net(), shard)
-    try:
-        Hessian(model, lambda: model(place.x[0, 0]).square().mean())
-    except ValueError as error:
-        texts["hessian"] = str(error)
     handle = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), group=learners)
-    average = handle.evaluation_model()
-    try:
-        Hessian(average, lambda: average(place.x[0, 0]).square().mean())
-    except ValueError as error:
-        texts["average"] = str(error)
+    for name, own in {"hessian": model, "average": handle.evaluation_model()}.items():
+        try:
+            Hessian(own, lambda own=own: own(place.x[0, 0]).square().mean())
+        except ValueError as error:
+            texts[name] = str(error)
     model = sharded(net(), shard)
     try:
         ddpcore.join(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD(), dist.HashStore())
