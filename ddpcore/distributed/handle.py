@@ -115,7 +115,7 @@ class Distributed:
         return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
 
     def sync(self) -> AbstractContextManager[None]:
-        """A context inside :meth:`no_sync` in which backward passes average gradients again, those of before, too.
+        """A context inside :meth:`no_sync`. Its backward passes average all gradients that the step has added up.
 
         RuntimeError: DistributedDataParallel trains the model, and decides in the forward pass what it averages.
         """
