@@ -149,7 +149,7 @@ class HookedDistributed(Distributed):
 
     @contextmanager
     def _passes(self, *, averages: bool) -> Iterator[None]:
-        if self._buckets is None:
+        if self._buckets is None or (averages and not self._buckets.paused):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, not averages

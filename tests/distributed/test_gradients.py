@@ -216,6 +216,23 @@ def test_nested_no_sync_stays_paused() -> None:
     assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
 
 
+def test_sync_alone_changes_nothing() -> None:
+    """Outside of no_sync: gradients that the program has set are refused there, too."""
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    inputs, labels = training.samples(2, 4)
+    with handle.sync():
+        training.loss_of(handle.model(inputs), labels).backward()
+    optimizer.step()
+    assert torch.equal(*training.weights_of_learners(handle))
+    with handle.sync(), pytest.raises(RuntimeError, match="set or changed without a backward pass"):
+        for index, own in enumerate(handle.models):
+            for parameter in own.parameters():
+                parameter.grad = torch.full_like(parameter, index)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
     """Also after others, as Accelerate's trigger_sync_in_backward asks for it; none may follow."""
