@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ddpcore.options import command_line
 from ddpcore.options.extras import MissingPackage, extra
 from ddpcore.runtime import launch
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:

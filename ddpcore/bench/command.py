@@ -18,8 +18,8 @@ from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.runtime.machine import machine
+from ddpcore.storage.files import shown
 from ddpcore.storage.json_lines import to_json, write_json
-from ddpcore.storage.limits import shown
 
 COPIES = 5  # of the parameters in each contender: weights, gradients, two moments, buckets or staging buffers
 

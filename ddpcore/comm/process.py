@@ -22,7 +22,7 @@ from ddpcore.comm.reductions import all_reduce_bytes, average_blocks_, average_b
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.virtual import csr_of
 from ddpcore.ops import StackedMixture, WeightAverage
-from ddpcore.ops.dtypes import is_narrow
+from ddpcore.ops.library import is_narrow
 from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round, mixing_matrix

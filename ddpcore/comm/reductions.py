@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddpcore import ops
-from ddpcore.ops.dtypes import is_narrow, wide
+from ddpcore.ops.library import is_narrow, wide
 
 COLUMNS = 2**20  # rows of one process are averaged so many at a time; the sum of all takes the memory of a learner
 CHUNK = 2**15  # elements that a CPU adds at a time: 128 KiB in fp32, which stay in cache until they are written
@@ -16,7 +16,7 @@ _ALIGNMENT = 64  # elements: the shares of two ranks have no cache line in commo
 
 
 def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """The sum of the rows, added in ascending order in the dtype :func:`~ddpcore.ops.dtypes.wide`."""
+    """The sum of the rows, added in ascending order in the dtype :func:`~ddpcore.ops.library.wide`."""
     total = rows[0].to(wide(rows[0].dtype), copy=True)
     for row in rows[1:]:
         total += row

@@ -12,7 +12,7 @@ from torch import Tensor
 from ddpcore.data.base import Dataset, Split, generator
 from ddpcore.data.transforms import Normalization
 from ddpcore.options.typed import check_range
-from ddpcore.storage.limits import shown
+from ddpcore.storage.files import shown
 
 NUM_TRAIN = 1400
 NORMALIZATION = Normalization((0.3055,), (0.3758,))

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
-from ddpcore.storage.limits import CIFAR_BYTES, shown
+from ddpcore.storage.files import CIFAR_BYTES, find_packed, read_packed, shown
 
 INPUT_SHAPE = (3, 32, 32)
 IMAGE_BYTES = 3072  # a red, a green and a blue plane; each plane is stored row by row
@@ -102,7 +101,7 @@ def load_cifar100(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Data
 
 def _folder(variant: Variant, root: Path) -> Path:
     """The folder of the first complete layout; if none is complete, the first that exists."""
-    complete = [names for names in variant.layouts if all(files.find(root / name) for name in names)]
+    complete = [names for names in variant.layouts if all(find_packed(root / name) for name in names)]
     if not (existing := [names for names in variant.layouts if (root / names[0]).parent.exists()]):
         advice = "set data_dir (--data-dir) to the folder that holds one of them"
         raise ValueError(f"{shown(root)}: holds neither {variant.python_folder} nor {variant.binary_folder}, {advice}")
@@ -149,5 +148,5 @@ def _read_pickle(variant: Variant, folder: Path, name: str, max_bytes: int) -> t
 
 def _read(path: Path, max_bytes: int) -> tuple[bytes, str]:
     """The content of a file, and its path for a message."""
-    found, content = files.read(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
+    found, content = read_packed(path, f"unpack the whole archive into {shown(path.parent.parent)}", max_bytes)
     return content, shown(found)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ddpcore.data import cifar, mnist
 from ddpcore.options.extras import extra
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import CIFAR_BYTES, plain
+from ddpcore.storage.files import CIFAR_BYTES, plain, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)

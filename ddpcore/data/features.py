@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ddpcore.data.base import Dataset, Split
-from ddpcore.storage.limits import DATA_LIMIT, FEATURES_BYTES, MiB, check_bytes, open_file, plain, read_file, shown
+from ddpcore.storage.files import DATA_LIMIT, FEATURES_BYTES, MiB, check_bytes, open_file, plain, read_file, shown
 
 ARRAYS: dict[str, tuple[np.dtype[Any], str]] = {
     "inputs": (np.dtype(np.float32), "[N, frames, features]"),

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpcore.data import files
 from ddpcore.data.base import Dataset, Split
 from ddpcore.data.transforms import Augmentation, Normalization
-from ddpcore.storage.limits import MNIST_BYTES, shown
+from ddpcore.storage.files import MNIST_BYTES, read_packed, shown
 
 NUM_CLASSES = 10
 INPUT_SHAPE = (1, 28, 28)
@@ -49,7 +48,7 @@ def load(data_dir: str | Path, verify: bool = True, *, max_bytes: int = MNIST_BY
 
 def _split(folder: Path, names: Sequence[str], verify: bool, max_bytes: int) -> Split:
     advice = "set data_dir (--data-dir) to the folder that holds MNIST/raw"
-    found = [files.read(folder / name, advice, max_bytes) for name in names]
+    found = [read_packed(folder / name, advice, max_bytes) for name in names]
     (images_path, images_bytes), (labels_path, labels_bytes) = found
     images = _parse(images_path, images_bytes, _IMAGES_MAGIC, INPUT_SHAPE[1:])
     labels = _parse(labels_path, labels_bytes, _LABELS_MAGIC, ())

@@ -26,7 +26,7 @@ from ddpcore.distributed.guards import learner_of
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
-from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.fields import field
-from ddpcore.storage.limits import shown
+from ddpcore.storage.files import shown
 
 SUFFIXES = (".png", ".svg")
 PLOT: Any = field(None, "also draw the result, .png or .svg (extra `report`)", is_file=True)

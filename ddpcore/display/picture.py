@@ -18,8 +18,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from ddpcore.display.chart import Chart, Number, Series, check_plot, color_of, dash_of, finite
 from ddpcore.options.typed import check_choice
 from ddpcore.records.surface import Array, Surface
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain, replace_file
 
 NETWORKS_A_LINE = 3
 _LONG = 1000  # points of a band: with more it is an image, which stays small

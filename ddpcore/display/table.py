@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 
 WIDE = 400  # columns of a console that shows whole tables
 MISSING = "-"  # the text of a cell without a number

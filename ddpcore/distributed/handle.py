@@ -16,6 +16,7 @@ from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
+from ddpcore.strategies.ssgd import counts_of
 
 Resharding = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -47,16 +48,15 @@ class Distributed:
         comm: the connection of the learners.
         learner: weights, gradients and optimizer; None for the baselines.
         nonfinite: what ``on_nonfinite`` has left out, see :class:`ddpcore.NonFinite`. A state does not keep it.
-        num_samples: for a strategy with ``weights="samples"``: the samples of the loss, which the loop sets before each
-            backward pass. A number; for virtual learners a sequence of one for each. A step sets it to None.
         deals: with ``on_failure="shrink"``: steps from which other learners share the samples, and their ids, for
             :class:`ddpcore.data.ResharedBatches`.
     """
 
     learner: Learner | None = None
     deals: Resharding = ()
-    num_samples: int | Sequence[int] | None = None
     counts_samples = False  # whether the strategy has weights that ``num_samples`` gives
+    _num_samples: int | Sequence[int] | None = None
+    _mixes_samples = False  # whether gradients of other numbers of samples may be added
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model, self.comm, self.phases = model, comm, PhaseClock()
@@ -65,6 +65,24 @@ class Distributed:
     def __repr__(self) -> str:
         strategy = getattr(self, "strategy", None)  # a baseline has none
         return f"<{'torch alone' if strategy is None else repr(strategy)}, {self.comm.description}>"
+
+    @property
+    def num_samples(self) -> int | Sequence[int] | None:
+        """For a strategy with ``weights="samples"``: the samples of a step, set by the loop before the backward pass.
+
+        A number; for virtual learners a sequence of one for each. All passes of a step need the same, and a step sets
+        it to None, as a loop does that leaves a step out.
+        """
+        return self._num_samples
+
+    @num_samples.setter
+    def num_samples(self, num: int | Sequence[int] | None) -> None:
+        before, self._num_samples = self._num_samples, num
+        if before is None or num is None:
+            self._mixes_samples &= num is not None
+        elif self.learner is not None and self.counts_samples and self.learner.watch.has_own_gradients():
+            rows = len(self.models)
+            self._mixes_samples |= not torch.equal(counts_of(before, rows), counts_of(num, rows))
 
     @property
     def learners_run(self) -> str:

@@ -45,7 +45,7 @@ from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.ssgd import counts_of, own_samples
+from ddpcore.strategies.ssgd import own_samples
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
 _HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
@@ -82,7 +82,6 @@ class HookedDistributed(Distributed):
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self.counts_samples = isinstance(strategy.traits.weights, str)
-        self._paused_samples: Tensor | None = None  # of the last passes inside no_sync
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
@@ -160,8 +159,6 @@ class HookedDistributed(Distributed):
         finally:
             self._watch.end_pause(num := self._buckets.num_paused)
             self._buckets.paused, self._buckets.num_paused = paused, 0 if averages else before + num
-            if num and self.num_samples is not None:
-                self._paused_samples = counts_of(self.num_samples, len(self.models))
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -246,6 +243,7 @@ class HookedDistributed(Distributed):
         self._watch.before_pass()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
+        self._mixes_samples = self._mixes_samples and self._watch.has_own_gradients()
         for observer in self.observers:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
@@ -277,6 +275,8 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
+        if self._buckets is not None:
+            self._buckets.num_paused = 0
         with self._span("after_backward"):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
@@ -347,12 +347,12 @@ class HookedDistributed(Distributed):
             buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
-        """Refuse passes inside ``no_sync`` that do not fit those outside: of other samples, or of other learners."""
-        buckets, paused, plan = self._buckets, self._paused_samples, self.strategy.plan(self.learner.step)
-        if paused is not None and not torch.equal(paused, counts_of(self.num_samples, len(self.models))):
+        """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
+        buckets, plan = self._buckets, self.strategy.plan(self.learner.step)
+        if self._mixes_samples:
             raise RuntimeError(
-                f"{self.strategy.name}: num_samples was another one inside no_sync(), whose gradients are added before "
-                "they are weighted: set it to the samples of all passes of a step, and divide their losses by it"
+                f"{self.strategy.name}: num_samples was another one in another pass of this step, whose gradients are "
+                "added before they are weighted: set it to the samples of all its passes, and divide their losses by it"
             )
         is_due = self._watch.averaged and not self._watch.has_average and plan.averages_gradients
         if buckets is not None and is_due and buckets.lacking_rows:
@@ -394,7 +394,7 @@ class HookedDistributed(Distributed):
     def _after_step(self) -> None:
         self._watch.after_optimizer()
         self.learner.step += 1
-        self.num_samples = self._paused_samples = None  # the next batch may have another size
+        self.num_samples = None  # the next batch may have another size
         self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)

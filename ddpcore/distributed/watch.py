@@ -226,6 +226,12 @@ class LoopWatch:
         self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
+    def has_own_gradients(self) -> bool:
+        """Whether gradients hold a pass of this step whose samples count together with those of a later one."""
+        is_done = self.has_average and self._strategy.traits.stays_identical and not (self._is_late or self._num_pauses)
+        given = (one for one in map(_gradient_of, self._flat.parameters) if one is not None)
+        return not is_done and any(one.is_sparse or bool(local(one).any()) for one in given)
+
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if not self.has_average and self._strategy.traits.stays_identical:
@@ -243,10 +249,8 @@ class LoopWatch:
             self._note_all()
 
     def _note_all(self) -> None:
-        grads = map(_gradient_of, self._flat.parameters)
-        self._noted |= {
-            key: grad._version for key, grad in zip(self._flat.index, grads, strict=True) if grad is not None
-        }
+        pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
+        self._noted |= {key: grad._version for key, grad in pairs if grad is not None}
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""

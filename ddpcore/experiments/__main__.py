@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddpcore.options.extras import extra
 from ddpcore.runtime import launch
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,8 +24,7 @@ from ddpcore.options.command_line import RUNS, Parser, add_flags
 from ddpcore.options.fields import SEED_RANGE, check, field, parse_settings
 from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
-from ddpcore.storage.files import locked, replace_file
-from ddpcore.storage.limits import NUM_RUNS, shown
+from ddpcore.storage.files import NUM_RUNS, locked, replace_file, shown
 from ddpcore.training.build import Datasets
 from ddpcore.training.config import check_settings, merged
 

@@ -17,7 +17,7 @@ from ddpcore.experiments.claims import Outcome, judge
 from ddpcore.experiments.metrics import counts_diverged
 from ddpcore.experiments.study import STUDIES, check_claim
 from ddpcore.records.study import FAILED, FINISHED, Results, read_manifest, read_results
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.files import plain, shown
 
 
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:

@@ -23,8 +23,7 @@ from ddpcore.records.run import LANDSCAPES
 from ddpcore.records.surface import SUFFIX, Surface, read_surface
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import shown
+from ddpcore.storage.files import replace_file, shown
 from ddpcore.training import FinishedRun
 
 # Each plane, and its default span: of the directions, or of the margin around solutions.

@@ -13,9 +13,8 @@ from ddpcore.options.fields import dotted
 from ddpcore.records.run import BOOKKEEPING
 from ddpcore.records.study import MANIFEST, Folder, read_manifest
 from ddpcore.runtime.launch import hosts_here
-from ddpcore.storage.files import LOCK
+from ddpcore.storage.files import LOCK, NUM_RUNS, shown
 from ddpcore.storage.json_lines import to_json
-from ddpcore.storage.limits import NUM_RUNS, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import Datasets, LearnerPlacement, backend_here, check_connection, check_parts, needs_ranks
 from ddpcore.training.memory import activation_bytes, bytes_text, model_bytes, num_states

@@ -24,7 +24,7 @@ from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import StopSignal, World
 from ddpcore.runtime.machine import keep_freed_memory
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
 from ddpcore.training.loop import OnRecord

@@ -16,7 +16,7 @@ from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.records.run import SECTIONS
 from ddpcore.records.study import CLAIM, Claim, check_chart
-from ddpcore.storage.limits import STUDY_BYTES, plain, read_file, shown
+from ddpcore.storage.files import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import needs_ranks
 from ddpcore.training.config import check_settings, merged

@@ -67,7 +67,15 @@ def prepare(
         average = handle.evaluation_model()
         return state_of(getattr(average, "_orig_mod", average), *args, **kwargs)
 
-    accelerator.get_state_dict = averaged
+    accelerator.get_state_dict, load_state = averaged, accelerator.load_state
+
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        try:
+            load_state(*args, **kwargs)
+        finally:
+            saved.forget()
+
+    accelerator.load_state = loaded
     return handle, model, prepared, *others
 
 
@@ -128,11 +136,14 @@ class _Saved:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load the state of this rank, or of an optimizer that DDP has saved. Collective."""
-        folder, self._folder = self._folder, None
-        if folder is None:
+        if self._folder is None:
             self._load_plain(state)
         else:
-            load_rank_file(self._handle, folder, self._rank, self._loaded, self._number)
+            load_rank_file(self._handle, self._folder, self._rank, self._loaded, self._number)
+
+    def forget(self) -> None:
+        """After ``load_state``, also after an error: a later state of the optimizer is of no folder."""
+        self._folder = self._loaded = None
 
 
 def one_learner() -> dict[str, Any]:
@@ -150,7 +161,7 @@ class NoSync:
         """The context of the handle."""
         return nullcontext() if (handle := self._handle()) is None else handle.no_sync()
 
-    def end(self) -> AbstractContextManager[None]:
+    def sync(self) -> AbstractContextManager[None]:
         """A context inside in which the handle averages."""
         return nullcontext() if (handle := self._handle()) is None else handle.sync()
 
@@ -161,7 +172,7 @@ class NoSync:
 def _averaging(model: nn.Module) -> AbstractContextManager[None]:
     """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
     own = getattr(model, "no_sync", None)
-    return own.end() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
+    return own.sync() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
 
 
 def _nothing() -> type[AbstractContextManager[None]]:
@@ -187,7 +198,9 @@ def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: i
             other.unlink()
 
 
-def load_rank_file(handle: Distributed, folder: str | Path, rank: int, loaded: Any, number: int = 0) -> None:
+def load_rank_file(
+    handle: Distributed, folder: str | Path, rank: int, loaded: nn.Module | None, number: int = 0
+) -> None:
     """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective.
 
     ValueError: the weights of the folder, which ``loaded`` has, are not the average that these files belong to.

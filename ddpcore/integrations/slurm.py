@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ddpcore.options.command_line import parse
 from ddpcore.options.fields import check, field
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 
 PROGRAM = "ddpcore launch"
 RESUMES = "train"  # the command that takes --resume

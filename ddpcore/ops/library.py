@@ -1,4 +1,4 @@
-"""Defines the operators of ``torch.ops.ddpcore`` and loads their compiled kernels.
+"""Defines the operators of ``torch.ops.ddpcore`` and their dtypes, and loads their compiled kernels.
 
 Every operator has a pure-torch reference implementation (``reference.py``). It runs on devices without a compiled
 kernel, and on all devices if the compiled library cannot be loaded.
@@ -16,7 +16,20 @@ import torch
 LIBRARY_FILE = Path(__file__).resolve().parent.parent / "_ops.abi3.so"
 """The compiled library. It has this name under every version of Python."""
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights and gradients. The kernels compute in float32 for all of them."""
+
 _LIBRARY = torch.library.Library("ddpcore", "DEF")
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether the dtype has 16 bits, too few for long sums and for small changes of a weight."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums and copies of such values: float32 for dtypes of 16 bits, else the dtype itself."""
+    return torch.float32 if is_narrow(dtype) else dtype
 
 
 def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ddpcore import ops
 from ddpcore.ops import Mixture, Rule
-from ddpcore.ops.dtypes import is_narrow, wide
+from ddpcore.ops.library import is_narrow, wide
 from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import Group, State

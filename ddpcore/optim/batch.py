@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.ops import reference
-from ddpcore.ops.dtypes import KERNEL_DTYPES
+from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.optim.checks import Group
 from ddpcore.parameters.shards import is_dtensor, mesh_of, placements_of
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import wide
+from ddpcore.ops.library import wide
 from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
 from ddpcore.optim.matrices import (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from ddpcore.ops.dtypes import is_narrow
+from ddpcore.ops.library import is_narrow
 from ddpcore.optim.checks import Group, State, check_capture, is_capturing, is_rounded, is_scalar, options_of
 from ddpcore.optim.shards import check_shard_of_state, first_of_shard
 from ddpcore.parameters.flat import FlatParameters

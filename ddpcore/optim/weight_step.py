@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
-from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
+from ddpcore.ops.library import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
 from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
 

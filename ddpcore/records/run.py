@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpcore.options.fields import put
+from ddpcore.storage.files import read_file, shown
 from ddpcore.storage.json_lines import read_lines
-from ddpcore.storage.limits import read_file, shown
 
 FORMAT = 2  # of a checkpoint
 MANIFEST = "manifest.json"  # of a checkpoint

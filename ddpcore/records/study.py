@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from ddpcore.options.fields import dotted
 from ddpcore.options.typed import check_table, is_finite
 from ddpcore.records.run import nested
+from ddpcore.storage.files import plain, shown
 from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, write_json
-from ddpcore.storage.limits import plain, shown
 
 FORMAT = 1
 MANIFEST, RESULTS = "manifest.json", "results.jsonl"

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpcore.options.extras import extra
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import SURFACE_BYTES, plain, read_file, shown
+from ddpcore.storage.files import SURFACE_BYTES, plain, read_file, replace_file, shown
 
 Array = npt.NDArray[np.float64]
 SUFFIX = ".h5"  # of the file
@@ -157,7 +156,7 @@ def read_surface(path: Path) -> Surface:
     """Read an HDF5 file. ValueError if it is no landscape, or a damaged one."""
     with extra("train"):
         import h5py  # noqa: PLC0415
-    content = read_file(path, SURFACE_BYTES, "ddpcore.storage.limits.SURFACE_BYTES")
+    content = read_file(path, SURFACE_BYTES, "ddpcore.storage.files.SURFACE_BYTES")
     try:
         with h5py.File(io.BytesIO(content), "r") as file:
             return _surface_of(file)

@@ -11,8 +11,7 @@ from ddpcore.options.command_line import RUNS, parse
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import check, field
 from ddpcore.report.sources import Sources, read_sources
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.files import plain, replace_file, shown
 
 
 @dataclass(frozen=True, kw_only=True)

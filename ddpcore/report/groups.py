@@ -12,7 +12,7 @@ from ddpcore.display.chart import Number, finite
 from ddpcore.options.fields import dotted
 from ddpcore.records.run import BOOKKEEPING, KEYS_0_2
 from ddpcore.report.sources import Run
-from ddpcore.storage.limits import plain
+from ddpcore.storage.files import plain
 from ddpcore.topology.describe import MOST_DRAWN
 
 _TOPOLOGY = "strategy.topology"

@@ -24,8 +24,7 @@ from ddpcore.experiments.compare import about_runs, claim_cells, compare, compar
 from ddpcore.report.groups import grouped
 from ddpcore.report.runs import curvature_sections, run_sections, timeline_sections
 from ddpcore.report.sources import Section, Sources, TableData
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.files import plain, replace_file, shown
 
 ASSETS = Path(__file__).parent / "assets"
 

@@ -13,8 +13,8 @@ from ddpcore.display.chart import Chart
 from ddpcore.records.run import LANDSCAPES, RECORD, STEPS, RunRecord, has_step, rank_of, step_file
 from ddpcore.records.study import MANIFEST, RESULTS
 from ddpcore.records.surface import SUFFIX, Surface, read_surface
+from ddpcore.storage.files import plain, shown
 from ddpcore.storage.json_lines import read_json, read_lines
-from ddpcore.storage.limits import plain, shown
 
 _OTHERS = ": the report shows the other lines"
 

@@ -20,8 +20,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ddpcore.storage.files import replace_file
-from ddpcore.storage.limits import read_file, shown
+from ddpcore.storage.files import read_file, replace_file, shown
 
 
 def to_json(obj: Any) -> Any:

@@ -61,6 +61,7 @@ class ADPSGD(Strategy):
     (:func:`ddpcore.strategies.a2cid2.acceleration_of`): in a unit of time a learner takes ``speed`` peers, each of its
     neighbours equally often. On a complete graph of equal speeds alpha is 1/2, so y is w, and nothing changes.
 
+    A change of a model by the program, such as ``load_state_dict``, is part of its next step: w takes the difference.
     On virtual learners time is simulated. On ranks a unit of time passes for a learner at the end of each
     of its jobs, and eta assumes equal speeds; then only the mean of w and y together moves by the gradients alone.
 
@@ -222,6 +223,8 @@ class ADPSGD(Strategy):
             if i == first and i != j:
                 learner.comm.bytes_sent += 2 * job.model.nbytes  # to the peer and back
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
+        # Slow learners hold steps that have not ended.
+        learner.left = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
 
     def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
         """Move the rows of those learners that are held here to a time."""
@@ -241,9 +244,10 @@ class ADPSGD(Strategy):
         if state["live"] is None:  # saved before the first step
             if learner.live is not None:
                 learner.live.settle()  # others may still average with these weights
-            learner.live = self._live = self._read_LP = None
+            learner.live = learner.left = self._live = self._read_LP = None
             return
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
         self._read_LP = state["read"]
+        learner.left = self._read_LP if self.speeds is None else None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.base import Communicator
 from ddpcore.ops import WeightAverage
-from ddpcore.ops.dtypes import KERNEL_DTYPES, is_narrow
+from ddpcore.ops.library import KERNEL_DTYPES, is_narrow
 from ddpcore.options.typed import check_choice
 from ddpcore.strategies.learner import ON_NONFINITE, Learner
 from ddpcore.topology.base import Topology

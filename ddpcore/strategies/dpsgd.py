@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Decode, Exchange, exchange_columns
 from ddpcore.ops import WeightAverage
-from ddpcore.ops.dtypes import is_narrow
+from ddpcore.ops.library import is_narrow
 from ddpcore.options.typed import check_choice, check_keys, check_range, typed
 from ddpcore.strategies.base import NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import CodecLike, Published, codec_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddpcore import ops
 from ddpcore.comm.base import Communicator, LiveWeights
-from ddpcore.ops.dtypes import KERNEL_DTYPES, wide
+from ddpcore.ops.library import KERNEL_DTYPES, wide
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import local
 
@@ -100,6 +100,7 @@ class Learner:
     share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
     #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
+    left: Tensor | None = None  #: beside ``live``: ``[L, P]``, the models' weights after the last step
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
@@ -132,11 +133,15 @@ class Learner:
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """The weights ``[L, P]`` whose average is evaluated: the models', or a copy of the live ones. Collective."""
+        """The weights ``[L, P]`` whose average is evaluated. Collective.
+
+        They are the models', or a copy of the live ones, but for models that the program has changed after a step.
+        """
         if self.live is None:
             return self.flat.param_LP
         self.live.settle()
-        return self.live.own()
+        live_LP, rows_LP = self.live.own(), self.flat.param_LP
+        return live_LP if self.left is None else torch.where((rows_LP != self.left).any(1, True), rows_LP, live_LP)
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:

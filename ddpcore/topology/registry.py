@@ -35,16 +35,9 @@ TOPOLOGIES: Registry[Topology] = Registry(
     "ddpcore.topologies",
     Topology,
     {
-        "complete": Complete,
-        "ring": Ring,
-        "star": Star,
-        "torus_2d": Torus2D,
-        "hypercube": Hypercube,
-        "static_exponential": StaticExponential,
-        "random_pair": RandomPair,
-        "one_peer_exponential": OnePeerExponential,
-        "hierarchical": _hierarchical,
-        "scheduled": _scheduled,
+        "complete": Complete, "ring": Ring, "star": Star, "torus_2d": Torus2D, "hypercube": Hypercube,
+        "static_exponential": StaticExponential, "random_pair": RandomPair,
+        "one_peer_exponential": OnePeerExponential, "hierarchical": _hierarchical, "scheduled": _scheduled,
     },
     reserved=("seed",),
-)
+)  # fmt: skip

@@ -13,7 +13,7 @@ from ddpcore.options.command_line import SETTINGS, parse
 from ddpcore.options.fields import check, field, parse_settings
 from ddpcore.records.run import CHECKPOINTS, RunRecord
 from ddpcore.runtime import launch
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.files import plain, shown
 from ddpcore.training.build import backend_here, check_connection
 from ddpcore.training.checkpoint import members_left
 from ddpcore.training.config import TrainConfig, describe_fields, merged

@@ -17,8 +17,7 @@ from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.comm.membership import Membership
 from ddpcore.options.extras import extra
 from ddpcore.records.run import FILES, FORMAT, MANIFEST, nested, rank_files, read_manifest, step_folder, steps_of
-from ddpcore.storage.files import sync_folder, write_file
-from ddpcore.storage.limits import TREE_BYTES, MiB, open_file, plain, read_file, shown
+from ddpcore.storage.files import TREE_BYTES, MiB, open_file, plain, read_file, shown, sync_folder, write_file
 from ddpcore.storage.serialization import pack, unpack
 
 _DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
@@ -162,7 +161,7 @@ class Checkpoints:
     def _load(self, step: int, rank: int, device: torch.device | str) -> Any:
         try:
             of_tensors, of_tree = (self.path(step) / name for name in rank_files(rank))
-            tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.limits.TREE_BYTES"))
+            tree = json.loads(read_file(of_tree, TREE_BYTES, "ddpcore.storage.files.TREE_BYTES"))
             return unpack(tree, load_safetensors().torch.load_file(of_tensors), device)
         except Exception as error:  # its checksums fit, so somebody has made it: any error can occur
             reason = plain((str(error).splitlines() or [""])[0]) or type(error).__name__

@@ -14,7 +14,7 @@ from ddpcore.data.shards import permutation
 from ddpcore.diagnostics import DataLoss
 from ddpcore.options.typed import check_choice
 from ddpcore.records.run import MODEL, RunRecord
-from ddpcore.storage.limits import plain, shown
+from ddpcore.storage.files import plain, shown
 from ddpcore.training.build import LearnerPlacement, build_model, read_dataset
 from ddpcore.training.checkpoint import load_safetensors
 from ddpcore.training.config import TrainConfig

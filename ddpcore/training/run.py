@@ -18,9 +18,8 @@ from ddpcore.optim.schedules import OF_ANY_LENGTH
 from ddpcore.records.run import ADDRESS, CHECKPOINTS, RECORD, RunRecord, nested, read_manifest, steps_of
 from ddpcore.runtime.launch import Stopped, StopSignal, World
 from ddpcore.runtime.machine import machine
-from ddpcore.storage.files import locked
+from ddpcore.storage.files import locked, shown
 from ddpcore.storage.json_lines import read_json, read_lines, write_json
-from ddpcore.storage.limits import shown
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training.build import LearnerPlacement, balanced, build_dataset, build_trainer, threads_for, total_steps

@@ -15,7 +15,7 @@ import pytest
 
 from ddpcore.data import load_dataset, mnist
 from ddpcore.experiments.study import load_study
-from ddpcore.storage.limits import STUDY_BYTES
+from ddpcore.storage.files import STUDY_BYTES
 from helpers.bounded import refused
 
 

@@ -257,6 +257,19 @@ def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
         assert torch.equal(*training.weights_of_learners(handle))
 
 
+def test_a_pass_that_averages_may_follow_no_sync_inside_sync() -> None:
+    model = training.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+    inputs, labels = training.samples(2, 4)
+    with handle.no_sync(), handle.sync():
+        with handle.no_sync():
+            training.loss_of(handle.model(inputs), labels).backward()
+        training.loss_of(handle.model(inputs), labels).backward()
+    optimizer.step()
+    assert torch.equal(*training.weights_of_learners(handle))
+
+
 def test_a_step_inside_no_sync_has_no_average_and_does_not_excuse_the_next() -> None:
     model = training.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -145,6 +145,16 @@ def check(folder: Path) -> dict[str, Any]:
         folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options
     )
     found["moves"] = (onward, begun)
+    best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
+    asynchronous, _ = train(folder / "best", "bert", ddpcore.ADPSGD(), metric_for_best_model="eval_loss", **best)
+    chosen = asynchronous.state.best_model_checkpoint
+    found["best"] = {
+        "checkpoint": Path(chosen).name,
+        "weights": (
+            flat(BertForSequenceClassification.from_pretrained(chosen)),
+            flat(asynchronous.handle.evaluation_model()),
+        ),
+    }
     found["refused"] = {
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,30 @@ def test_a_rank_file_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1" / "ddpcore_rank_0.pt").rename(tmp_path / "0" / "ddpcore_rank_1.pt")
     with pytest.raises(ValueError, match="another run has saved its weights"):
         accelerator.load_state(str(tmp_path / "0"))
+
+
+def test_a_load_that_failed_does_not_come_back(tmp_path: Path) -> None:
+    """The optimizer then loads what the program gives it, and not the rank's file."""
+    accelerator, _, _, train = _run(nn.Linear(4, 4))
+    train(3, seed=0)
+    accelerator.save_state(str(tmp_path))
+    train(3, seed=1)
+    (optimizer,) = accelerator._optimizers
+    own = {number: one["momentum_buffer"].clone() for number, one in optimizer.state_dict()["state"].items()}
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def fail(models: list[Any], folder: str) -> None:
+        raise RuntimeError("no such node")
+
+    failing = accelerator.register_load_state_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no such node"):
+        accelerator.load_state(str(tmp_path))
+    optimizer.load_state_dict(state)
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(found[number]["momentum_buffer"], one) for number, one in own.items())
+    failing.remove()
+    accelerator.load_state(str(tmp_path))
+    assert not torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], own[0])
 
 
 @pytest.mark.parametrize("safe", [True, False])

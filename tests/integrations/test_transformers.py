@@ -65,6 +65,12 @@ def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, A
     assert sum(begun) / 4 < both[0]["dpsgd"]["losses"][0][0]
 
 
+def test_the_best_model_is_evaluated_and_saved_also_without_waiting(both: list[dict[str, Any]]) -> None:
+    for found in both:
+        assert found["best"]["checkpoint"] == "checkpoint-4", "of 8 steps, since the loss falls"
+        assert torch.equal(*found["best"]["weights"])
+
+
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",

@@ -14,7 +14,7 @@ import pytest
 from ddpcore.report.__main__ import main
 from ddpcore.report.page import page_of, sections_of
 from ddpcore.report.sources import Sources, read_sources
-from ddpcore.storage.limits import read_file
+from ddpcore.storage.files import read_file
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddpcore.storage.files import plain, read_file, shown
 from ddpcore.storage.json_lines import read_lines
-from ddpcore.storage.limits import plain, read_file, shown
 
 SETTINGS = settings(max_examples=200, deadline=None)
 NAMES = st.text(st.characters(codec=None), max_size=20)  # surrogates too: names that are no UTF-8

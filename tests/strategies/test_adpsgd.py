@@ -312,3 +312,52 @@ def test_by_name() -> None:
         .seed
         == 7
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"speeds": (1.0, 0.5, 0.3)}, {"accelerated": True}], ids=str)
+def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any]) -> None:
+    """The weights that peers change are others, and follow in the next step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ADPSGD(Complete(), **options), learners=3)
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            handle.backward([one(torch.randn(4, 3)).square().mean() for one in handle.models])
+            optimizer.step()
+
+    train(3)
+    best = copy.deepcopy(handle.evaluation_model().state_dict())
+    train(3)
+    newest = handle.evaluation_model().state_dict()
+    assert not torch.equal(best["weight"], newest["weight"])
+    assert torch.equal(newest["weight"], handle.evaluation_model().weight), "nothing was loaded"
+    for one in handle.models:
+        one.load_state_dict(best)
+    for name, weight in handle.evaluation_model().named_parameters():
+        torch.testing.assert_close(weight.detach(), best[name], rtol=0, atol=1e-7)
+    assert handle.consensus_distance() < 1e-6
+    train(1)
+    assert not torch.equal(handle.evaluation_model().weight, best["weight"])
+
+
+@pytest.mark.parametrize("first", ["model", "handle"])
+def test_a_resumed_run_evaluates_the_weights_that_peers_change(first: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ADPSGD(Complete(), speeds=(1.0, 0.5, 0.3)), learners=3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        handle.backward([one(torch.randn(4, 3)).square().mean() for one in handle.models])
+        optimizer.step()
+    other = nn.Linear(3, 1)
+    resumed = ddpcore.distribute(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), ADPSGD(Complete(), speeds=(1.0, 0.5, 0.3)), learners=3
+    )
+    states = {"model": (other, model.state_dict()), "handle": (resumed, handle.state_dict())}
+    for name in sorted(states, key=lambda name: name != first):
+        states[name][0].load_state_dict(states[name][1])
+    assert torch.equal(resumed.evaluation_model().weight, handle.evaluation_model().weight)
