@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -77,12 +78,12 @@ class Distributed:
 
     @num_samples.setter
     def num_samples(self, num: int | Sequence[int] | None) -> None:
-        before, self._num_samples = self._num_samples, num
+        before, self._num_samples, rows = self._num_samples, copy.deepcopy(num), len(self.models)
         if before is None or num is None:
             self._mixes_samples &= num is not None
-        elif self.learner is not None and self.counts_samples and self.learner.watch.has_own_gradients():
-            rows = len(self.models)
-            self._mixes_samples |= not torch.equal(counts_of(before, rows), counts_of(num, rows))
+        elif self.counts_samples and not torch.equal(counts_of(before, rows), counts_of(num, rows)):
+            assert self.learner is not None
+            self._mixes_samples |= self.learner.watch.has_own_gradients()
 
     @property
     def learners_run(self) -> str:

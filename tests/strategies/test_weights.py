@@ -386,14 +386,15 @@ def _accumulated(strategy: Strategy, counts: list[list[int]], mode: str) -> tupl
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
-    begin, seen = model.weight.detach().clone(), []
+    begin, seen, sizes = model.weight.detach().clone(), [], [0, 0]
     with ExitStack() as outer:
         for number, given in enumerate(counts):
             is_last = number == len(counts) - 1
-            handle.num_samples = given
+            sizes[:] = given  # one list, which the loop fills anew
+            handle.num_samples = sizes
             if mode == "once" and is_last:
                 outer.close()
-            elif mode in ("once", "inside sync") and not number:
+            if mode in ("once", "inside sync") and not number:
                 outer.enter_context(handle.no_sync())
             inner = {"each": handle.no_sync, "inside sync": handle.sync}.get(mode, nullcontext)
             with inner() if is_last == (mode == "inside sync") else nullcontext():
@@ -408,7 +409,6 @@ def _accumulated(strategy: Strategy, counts: list[list[int]], mode: str) -> tupl
 @pytest.mark.parametrize("mode", ["each", "once", "inside sync"])
 @pytest.mark.parametrize("counts", [[[3, 1], [4, 2]], [[4, 1], [2, 2], [2, 2]], [[2, 2], [2, 2], [1, 2]]], ids=str)
 def test_samples_of_accumulated_passes_are_those_of_the_step(counts: list[list[int]], mode: str) -> None:
-    """Gradients inside no_sync() are added before they are weighted, so all passes have the number of the step."""
     with pytest.raises(RuntimeError, match="num_samples was another one in another pass of this step"):
         _accumulated(SSGD(weights="samples"), counts, mode)
     torch.testing.assert_close(*_accumulated(SSGD(weights="samples"), [counts[-1]] * 3, mode))
