@@ -129,7 +129,7 @@ class _OwnStep:
         self._copy, self._copied = copying(copied, config.resolved_device)
 
     def measure(self, comparison: Comparison) -> list[dict[str, Any]]:
-        """Two rows: of the left side, whose ratio is left / right, and of the right side."""
+        """Two rows, one for each side. The row of the left side has the ratio, left / right."""
         config, device, sides = self._config, self._config.resolved_device, (comparison.left, comparison.right)
         steps = [self._step if side is self._ours else self._stepper(side) for side in sides]
         *seconds, of_copy = interleaved([*steps, self._copy], device, config.repeats, config.seconds)

@@ -96,7 +96,7 @@ def dash_of(series: Series, number: int) -> str:
 
 
 def finite(value: Any) -> Number:
-    """The value as a number; None if it is none, not finite, or too large for a float."""
+    """The value as a number. None: it is no number, it is not finite, or it is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)

@@ -35,10 +35,10 @@ _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 class LoopWatch:
     """Checks forward passes, gradients, weights and calls of ``step()`` of one handle. It is the ``learner.watch``.
 
-    ``found`` are gradients that were not finite, by step: of averages the same on all ranks, else of learners of this
-    process. In a group whose average is not finite, a rank names its own learners, or the average (None) if their
-    gradients were finite. ``has_average`` is whether gradients of this step are an average, ``averaged`` the same, or
-    the loop asked for none.
+    ``found`` lists gradients that were not finite, by step. Averages are in the list of all ranks, and a gradient of
+    one learner is in the list of its process. If the average of a group is not finite, a rank names its own learners
+    whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
+    ``averaged``: they are, or the loop has asked for no average.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step

@@ -193,7 +193,7 @@ class TrainConfig:
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of a config, all or some, with overrides, key by key.
+    """The sections of a config, or some of them, after overrides, which replace values key by key.
 
     If a part itself changes, its old options are dropped; the other fields of its section stay. ``run.steps`` replaces
     ``run.epochs``, and the other way round. A mapping among the options of a part is replaced as a whole. ValueError: a
