@@ -16,7 +16,7 @@ from ddpcore.training.trainer import Trainer, by_place
 
 
 def activation_bytes(config: TrainConfig, dataset: Dataset, num_samples: int) -> int | None:
-    """Bytes that autograd keeps, in float32, for the backward pass of ``num_samples``. None: the device ``meta`` cannot run it.
+    """Bytes that autograd keeps, in float32, for a backward pass of ``num_samples``; None if ``meta`` cannot run it.
 
     Work space of kernels, such as the space of convolutions, is not counted.
     """
