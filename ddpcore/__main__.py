@@ -1,7 +1,5 @@
 """``ddpcore COMMAND``: the commands of ddpcore, each with ``--help``. ``python -m ddpcore COMMAND`` is the same."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """``ddpcore bench [COMMAND]``: without a command, it compares strategies; see ``--help``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """``ddpcore bench buckets``: the size of gradient buckets that is fastest for a model on this machine."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Sequence

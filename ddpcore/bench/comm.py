@@ -1,7 +1,5 @@
 """``ddpcore bench comm``: latency and bandwidth of each operation over each transport, with checked data."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Functions of all commands: resolve a config, start ranks, check memory, describe the machine, publish a result."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

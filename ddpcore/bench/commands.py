@@ -1,7 +1,5 @@
 """The commands of the bench by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ddpcore.bench import buckets, comm, demo, doctor, optim, predict, run, topology

@@ -1,7 +1,5 @@
 """The options of a bench as a frozen dataclass, and the choice of the values that depend on the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Averaging weights while computing (DPSGD) trains at larger learning rates than a
 ``mnist-effective-lr`` for the published effect and its explanation.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``ddpcore doctor``: what is wrong with these hosts and their network, and which strategy suits them."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import shutil

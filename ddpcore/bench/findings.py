@@ -1,7 +1,5 @@
 """What ``ddpcore doctor`` concludes from facts and measurements: problems with the line to type, costs, advice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median_low

@@ -3,8 +3,6 @@
 All use momentum 0.9 or betas (0.9, 0.999), and weight decay 1e-4. Parameters have the shapes of well-known networks.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Iterable

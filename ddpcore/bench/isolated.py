@@ -1,7 +1,5 @@
 """The parts of a step alone: timing of its communication, and of its computation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

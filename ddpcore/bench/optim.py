@@ -1,7 +1,5 @@
 """``ddpcore bench optim``: the time of a whole optimizer step, of ours and of other libraries."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The comparison of strategies: every rank trains with each strategy in turn; rank 0 prints and writes the rows."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

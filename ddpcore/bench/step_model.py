@@ -5,8 +5,6 @@ the number of cores. The second matters if the ranks use all cores, because comm
 the computation. The prediction is the larger of the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean

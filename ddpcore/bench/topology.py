@@ -1,7 +1,5 @@
 """``ddpcore bench topology``: costs and mixing speed of topologies, computed without any learner."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

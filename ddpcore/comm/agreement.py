@@ -1,7 +1,5 @@
 """The check that all ranks train the same model with the same settings. Without it they would hang or diverge."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence

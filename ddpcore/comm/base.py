@@ -4,8 +4,6 @@ Shapes: n learners in all, L of them held by this process, P elements of a learn
 row of live weights is ``[K, P]``: the weights, and K - 1 further copies that a rule moves with them.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set

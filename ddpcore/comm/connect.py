@@ -1,7 +1,5 @@
 """The choice of a backend and of a transport, and the communicator of virtual learners or of the ranks of a group."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 

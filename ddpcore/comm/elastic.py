@@ -6,8 +6,6 @@ of an operation are those that published, all of them see the same ones, and an 
 done again by the members that are left, from the same rows.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Process groups: time limits and named errors of their calls, groups of their own, objects that ranks gather."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

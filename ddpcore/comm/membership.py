@@ -5,8 +5,6 @@ calls all ranks: who is dead does not answer. When all that answer have come too
 members of the generation; the store takes the first list only. The store orders, and no single rank must live.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

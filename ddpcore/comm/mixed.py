@@ -4,8 +4,6 @@ Each edge of a topology goes one of the two ways. The rows that arrive are added
 average has the same bits as over either way alone, and as with virtual learners.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Learners on real ranks, over a ``torch.distributed`` process group (NCCL or gloo): one or more on each rank."""
 
-from __future__ import annotations
-
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping

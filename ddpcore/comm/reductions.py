@@ -1,7 +1,5 @@
 """Sums and means of rows, in a fixed dtype and order and by pieces that stay in cache, and the bytes that they send."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -11,8 +11,6 @@ any more, and its thread ends.
 Shapes: a row is ``[K, P]``: P weights of a learner, and K - 1 further copies.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

@@ -1,7 +1,5 @@
 """Virtual learners: n rows of one buffer in this process. They are the reference implementation of real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np

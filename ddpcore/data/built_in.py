@@ -1,7 +1,5 @@
 """Data sets that need no files of the user: digits of the package, source code of Python, and random samples."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the binary files or from the canonical Python pickles."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Downloads of the canonical files, from their authors or torchvision's mirror."""
 
-from __future__ import annotations
-
 import tarfile
 import zlib
 from collections.abc import Collection

@@ -3,8 +3,6 @@
 A header of 100 bytes can claim an array of any size. So what a file says of its arrays is checked before they are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """MNIST (LeCun et al. 1998) from its four canonical IDX files, plain or gzipped."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import warnings

@@ -1,7 +1,5 @@
 """Data sets by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from inspect import Parameter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The assignment of samples to learners at each step. It is a pure function of the step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

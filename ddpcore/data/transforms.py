@@ -1,7 +1,5 @@
 """Random crops, flips and normalization of whole batches of images, on their device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Uneven shards: parts of a training split whose classes differ from learner to learner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -20,8 +20,6 @@ combinations are drawn at random, the sum over them times ``(n - 1) / K`` is an 
 Shapes: this process holds L of n learners; a learner's row has P elements; there are K directions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

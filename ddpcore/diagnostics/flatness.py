@@ -16,8 +16,6 @@ The last one is the expected sharpness of PAC-Bayesian bounds with noise in prop
 Shapes: P elements of all parameters that need a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

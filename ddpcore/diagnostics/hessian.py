@@ -3,8 +3,6 @@
 Shapes: P elements of all parameters that need a gradient, K vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: L learners held by this process, n in all, P elements of all parameters that are trained, k eigenvectors.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

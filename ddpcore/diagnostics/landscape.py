@@ -4,8 +4,6 @@ Shapes: P elements of all parameters that need a gradient, in the order of ``mod
 the two directions of a plane, K points at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``NoiseStatistics``: gradient noise and learner statistics for any training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

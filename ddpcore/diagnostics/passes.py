@@ -3,8 +3,6 @@
 Shapes: L learners held by this process, P elements of a learner's row.
 """
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

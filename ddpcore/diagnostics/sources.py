@@ -3,8 +3,6 @@
 Shapes: L learners held by this process, n in all, P elements of a learner's row, S segments, T steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext

@@ -3,8 +3,6 @@
 Shapes: P elements of a vector, K vectors of a product, M steps of a Lanczos iteration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count

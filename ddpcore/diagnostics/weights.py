@@ -1,7 +1,5 @@
 """The parameters of a model as one vector [P], and losses over a data set."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator

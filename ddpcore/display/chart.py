@@ -1,7 +1,5 @@
 """A chart as plain values. ``ddpcore.display.picture`` draws it; this file does not import matplotlib."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Charts as PNG, SVG and PDF, drawn by matplotlib (extra ``report``), and landscapes as charts."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings

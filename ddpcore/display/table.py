@@ -1,7 +1,5 @@
 """Tables of the terminal from plain records, their printing, and numbers as text."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress

@@ -1,7 +1,5 @@
 """Whether learners that must be equal are equal: the options of their optimizers, and their weights."""
 
-from __future__ import annotations
-
 from operator import is_
 from typing import Any, NoReturn
 from zlib import crc32

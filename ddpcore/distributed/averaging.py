@@ -1,7 +1,5 @@
 """A copy of the model with the average of all learners' weights, to evaluate or to save."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import compress

@@ -1,7 +1,5 @@
 """``distribute``: the call that prepares a model, an optimizer and a strategy for a training loop."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Models and optimizers that ``distribute`` cannot train are refused by name, and later steps of other optimizers."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence

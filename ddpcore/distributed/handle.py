@@ -1,7 +1,5 @@
 """The handle of a model in training, as ``distribute`` returns it; baselines have this one. Observers of the loop."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

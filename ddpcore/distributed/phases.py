@@ -3,8 +3,6 @@
 Seconds are by the host's clock: on a GPU, work counts where the host waits for it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """What a loop does to some virtual learners alone, as ``zero_grad()`` of one model, or to all in place of each."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from itertools import islice

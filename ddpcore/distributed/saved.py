@@ -1,7 +1,5 @@
 """All state of a training in one value and as a Stateful; the averaged weights in the place of a model's own."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

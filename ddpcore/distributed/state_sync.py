@@ -3,8 +3,6 @@
 Shapes: L learners held by this process, X elements of one kind of state of a learner.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Errors name the cause, and come before a step changes any weight. docs/performance.md says what they cost.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

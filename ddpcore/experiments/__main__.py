@@ -1,7 +1,5 @@
 """``ddpcore experiments list | run STUDY | compare RUNS... | landscape RUNS...``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

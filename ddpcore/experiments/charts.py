@@ -1,7 +1,5 @@
 """Charts of a study: lines over the variables that the study names, a list of the other rows, and curves of runs."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

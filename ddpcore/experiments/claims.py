@@ -4,8 +4,6 @@ A predicate is a Python expression of numbers, ``+ - * /``, comparisons, ``and``
 docs/experiments.md. Its syntax tree is evaluated here, node by node; Python never runs the text.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

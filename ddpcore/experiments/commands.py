@@ -1,7 +1,5 @@
 """The commands of ``ddpcore experiments``: list, run, compare, landscape, each with its options."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Published numbers beside measured ones: as plain values, as tables for the terminal and as Markdown."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The command ``landscape``: contours of the loss around the final models of runs, their files and their pictures."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass

@@ -1,7 +1,5 @@
 """The metrics of studies: their names, what they mean, and their numbers of one run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The jobs of a command, checked before any file is written."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """A study is one TOML file: settings that all rows share, the rows, their published numbers, and claims about them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

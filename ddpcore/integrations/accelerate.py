@@ -1,7 +1,5 @@
 """``prepare``: a model that ``ddpcore.distribute`` trains, in a loop of Accelerate."""
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Callable

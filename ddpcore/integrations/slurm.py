@@ -1,7 +1,5 @@
 """``ddpcore launch --slurm``: a Slurm job that starts torchrun on each node, and goes on after it was requeued."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

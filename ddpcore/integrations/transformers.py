@@ -1,7 +1,5 @@
 """``GossipTrainer``: a ``Trainer`` of transformers that trains with ``ddpcore.distribute``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

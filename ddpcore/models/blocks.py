@@ -1,7 +1,5 @@
 """Layers that several models share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Simonyan & Zisserman 2015, "Very Deep Convolutional Networks"; Szegedy et al. 20
 Huang et al. 2017, "Densely Connected Convolutional Networks".
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ Howard et al. 2017, "MobileNets"; Sandler et al. 2018, "MobileNetV2: Inverted Re
 Le 2019, "EfficientNet: Rethinking Model Scaling"; Ma et al. 2018, "ShuffleNet V2: Practical Guidelines".
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

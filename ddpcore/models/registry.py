@@ -1,7 +1,5 @@
 """Models by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

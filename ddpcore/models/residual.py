@@ -4,8 +4,6 @@ He et al. 2016, "Deep Residual Learning for Image Recognition"; Xie et al. 2017,
 for Deep Neural Networks"; Hu et al. 2018, "Squeeze-and-Excitation Networks".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Small networks: fully connected, convolutional and recurrent, and a loss with a known saddle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod

@@ -1,7 +1,5 @@
 """Transformers: of small images (Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words"), and of bytes of text."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -4,8 +4,6 @@ Every operator has a pure-torch reference implementation (``reference.py``). It 
 kernel, and on all devices if the compiled library cannot be loaded.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Philox4x32-10 (Salmon et al. 2011) on 32-bit words stored as int64, the Box-Mull
 rounding to bfloat16.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ They compute in fp32 for the dtypes of the kernels and in float64 for float64. S
 reference of the tests and the fallback where there is no kernel. Factors that the kernels keep in fp32 are rounded too.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence

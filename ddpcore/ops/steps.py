@@ -15,8 +15,6 @@ of the weights. The gradient is taken at the weights before mixing: average-whil
 first pass. A mix takes no masters, ``state_firsts``, ``grad_scale``, ``found_inf`` or ``passes``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sums of squares of the tensors of a list, and inner products of a few long rows, the input of noise statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

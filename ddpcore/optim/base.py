@@ -4,8 +4,6 @@ A step forms *batches*: parameters of one dtype and device that one call can ste
 groups, if they differ only in learning rate, weight decay and adaptation. Later steps reuse the batches.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import is_

@@ -1,7 +1,5 @@
 """Batches: the parameters that one kernel call steps, the arguments of the call, and sums over shards of DTensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -1,7 +1,5 @@
 """Checks of options and of loaded states. A ValueError names the option and its value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from itertools import count, product

@@ -4,8 +4,6 @@ A role follows from the class of the module that owns a parameter and, for Muon,
 ``torch.fx`` traces without data. Where the forward pass cannot be traced, the order of registration takes its place.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import operator

@@ -1,7 +1,5 @@
 """FusedLAMB: Adam with a step size per tensor that is proportional to the norm of the weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """FusedLARS: momentum SGD with a step size per tensor that is proportional to the norm of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The matrices of Muon: the parameters of a step, or the parts of them, that are orthogonalized."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Muon: momentum whose matrices are orthogonalized, with AdamW for all other parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

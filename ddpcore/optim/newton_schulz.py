@@ -1,7 +1,5 @@
 """The orthogonal factor of matrices by Newton-Schulz iterations, and the division of this work among ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

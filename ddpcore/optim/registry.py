@@ -1,7 +1,5 @@
 """Optimizers by name: ddpcore's own, torch's for comparison, and a user's."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning-rate schedules: pure functions of the step, counted from 0 at the start of training."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

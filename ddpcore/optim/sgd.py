@@ -1,7 +1,5 @@
 """FusedSGD: ``torch.optim.SGD`` in one launch for all tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

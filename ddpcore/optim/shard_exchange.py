@@ -1,7 +1,5 @@
 """Matrices that ranks hold in shards: the shards travel to the rank that owns a matrix, and its results travel back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple

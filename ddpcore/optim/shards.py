@@ -1,7 +1,5 @@
 """Parameters that are DTensors (FSDP2, HSDP, tensor parallel): their gradients, and checks of their layouts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ random bits of an element depend on the steps and the number of its parameter in
 memory. So every rank and every virtual learner draws the same ones (docs/optimizers.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

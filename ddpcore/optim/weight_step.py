@@ -5,8 +5,6 @@ its arguments. :class:`WeightStep` runs both: in one pass over the weights if th
 the other. Both ways give the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_, itemgetter

@@ -1,7 +1,5 @@
 """Command lines from dataclasses: a field is a flag, and its type parses the text."""
 
-from __future__ import annotations
-
 import argparse
 import types
 from collections.abc import Sequence

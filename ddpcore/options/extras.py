@@ -1,7 +1,5 @@
 """Packages that only some parts of ddpcore need. The extras of ``pyproject.toml`` install them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ names a part also holds the options of this part. ``model=mlp`` is short for ``m
 ``model.hidden=[64,64]`` is an option of this model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

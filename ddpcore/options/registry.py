@@ -4,8 +4,6 @@ A name has one of three forms: the short name of a part of ddpcore (``ring``), `
 (``mylab.gossip:Chain``), or the name of an entry point of an installed package (group ``ddpcore.topologies``).
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import types

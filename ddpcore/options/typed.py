@@ -1,7 +1,5 @@
 """Checks of values that a person wrote: their type, their range, and what to do about a name that is not known."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types

@@ -1,7 +1,5 @@
 """Hooks that report the parts of the gradient buffer that are complete during the backward pass."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Copies of a model: of the other virtual learners, and for evaluation."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

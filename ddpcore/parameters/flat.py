@@ -3,8 +3,6 @@
 Shapes: L learners of this process, P elements of one learner's row (with padding), S the shape of a parameter.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager

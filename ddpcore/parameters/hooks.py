@@ -1,7 +1,5 @@
 """Hooks of parameters: a program's, which may act on a gradient, and our own; and methods without compilation."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """One model per virtual learner, and how they run together."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Rules for running virtual learners in one ``torch.func.vmap``: only if it computes the same as in turn."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain

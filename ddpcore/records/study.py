@@ -1,7 +1,5 @@
 """The folder of a study that was run: a manifest, a line for each run that ended, and the runs; read and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``ddpcore report RUNS... --out report.html``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass

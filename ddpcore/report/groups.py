@@ -1,7 +1,5 @@
 """Runs whose configs differ in the seed alone are one group, and the page shows what differs between groups."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One HTML page from runs, studies and bench results, and its charts as files. It loads nothing from a network."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

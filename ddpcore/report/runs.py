@@ -1,7 +1,5 @@
 """Sections of the page about runs: results, curves, statistics, topology, curvature, and who waits for whom."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A description of the machine and the software versions, for records; a setting of its memory allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import subprocess

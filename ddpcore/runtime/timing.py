@@ -1,7 +1,5 @@
 """Interleaved timing: functions run alternately, A B A B, so that noise of the machine affects all equally."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 All limits are here. Each is the default of an argument or a flag, which the error names.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import io

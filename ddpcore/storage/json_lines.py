@@ -5,8 +5,6 @@ found, and the other lines are read. In files of version 0.2, ``"OWN-BEFORE"`` i
 Files of older versions, without checksums, are read too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

@@ -1,7 +1,5 @@
 """Nested state as JSON and tensors, and back; reading it never executes code."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -10,8 +10,6 @@ lambda_2 and pseudo-inverse L+,
 Shapes: P elements of a learner's weights. A row is ``[2, P]``, x and y.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Asynchronous decentralized parallel SGD: a learner averages with one peer as it is now, and waits for nobody."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple

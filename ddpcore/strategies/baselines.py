@@ -1,7 +1,5 @@
 """The baselines: one device alone, and torch's own DistributedDataParallel."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch.distributed as dist

@@ -3,8 +3,6 @@
 Shapes: L learners held by this process, P elements of a row, X bytes of an encoded row.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

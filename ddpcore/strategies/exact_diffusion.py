@@ -1,7 +1,5 @@
 """Exact diffusion and D2: gossip that reaches the minimum of the whole loss where learners have different data."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

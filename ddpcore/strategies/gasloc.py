@@ -1,7 +1,5 @@
 """GASLoC: local steps, then a step of gossip with momentum."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

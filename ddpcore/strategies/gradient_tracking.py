@@ -1,7 +1,5 @@
 """Gradient tracking: gossip of weights and of an estimate of the mean gradient."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

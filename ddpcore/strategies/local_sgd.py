@@ -1,7 +1,5 @@
 """Local SGD, post-local SGD, DiLoCo and streaming DiLoCo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial, reduce
 from typing import Any, ClassVar

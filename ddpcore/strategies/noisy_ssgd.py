@@ -1,7 +1,5 @@
 """Synchronous SGD with Gaussian weight noise."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, ClassVar
 

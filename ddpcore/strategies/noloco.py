@@ -1,7 +1,5 @@
 """NoLoCo: local steps, then an outer step towards the average of a random pair."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Push-sum gossip for directed graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

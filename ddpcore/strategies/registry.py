@@ -1,7 +1,5 @@
 """Strategies by name, from values that a file or a command line can hold."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """Slow momentum around another strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 Shapes: n learners in all, L held by this process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

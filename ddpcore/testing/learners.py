@@ -1,7 +1,5 @@
 """A small training run that has the same lines for real ranks and for virtual learners."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whether an optimizer is an ordinary one, and can train learners."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

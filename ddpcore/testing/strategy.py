@@ -1,7 +1,5 @@
 """Whether a strategy computes the same on real ranks and on virtual learners."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Whether a topology is sound."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The interface of a topology, and what follows from its rounds."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Measurements of a topology: its cost, how fast it averages, and whether late averages converge."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Topologies from a user's matrix or graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

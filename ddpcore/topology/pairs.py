@@ -1,7 +1,5 @@
 """Topologies of pairs: each learner has at most one partner at a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

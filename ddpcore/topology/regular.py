@@ -1,7 +1,5 @@
 """Topologies with a formula for n learners: complete, ring, star, torus, hypercube, exponential."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Options that change over a run: functions of the step, as learning-rate schedules are, or milestones of a file."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass

@@ -1,7 +1,5 @@
 """Topologies made of others: damped, slowed, by a schedule, between hosts, or over other numbers of learners."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The command ``ddpcore train --out DIR KEY=VALUE...``: a whole training run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

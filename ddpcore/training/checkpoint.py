@@ -1,7 +1,5 @@
 """Checkpoints that are complete or absent: one folder per step, two files per process, a manifest with checksums."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """An estimate of the memory of a run, made before it starts and without computing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """``train``: from a config to a trained model, its record and its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace

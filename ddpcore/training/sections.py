@@ -1,7 +1,5 @@
 """The five sections of a ``TrainConfig``, each a frozen value that checks itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_type_hints

@@ -1,7 +1,5 @@
 """Statistics and flatness of a run: the samples that they use, and the lines that they add to the record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any

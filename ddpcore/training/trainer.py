@@ -1,7 +1,5 @@
 """One training step, the evaluation of a model over all ranks, and its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass

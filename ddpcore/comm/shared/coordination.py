@@ -7,8 +7,6 @@ a control segment that the others can read: two counters, the texts of its lates
 ``finished``: once the counter is above i, this rank has read all data of operation i and written its share of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

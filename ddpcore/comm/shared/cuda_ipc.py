@@ -1,7 +1,5 @@
 """Real learners on the GPUs of one host, through device memory that they share by CUDA IPC."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -7,8 +7,6 @@ its mark, so nobody uses a row that is written in part. A lock orders memory: th
 Shapes: a row is ``[K, P]``: P weights of a learner, and K - 1 further copies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

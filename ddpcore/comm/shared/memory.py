@@ -5,8 +5,6 @@ no process can guess it, and the size of ``/dev/shm`` (64 MB in many containers)
 it as ``/proc/<pid>/fd/<number>``, which the kernel allows only to the same user.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
