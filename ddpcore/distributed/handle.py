@@ -12,6 +12,7 @@ from ddpcore.comm.base import Communicator
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.averaging import BATCH_NORM, average_buffers, recalibrate
 from ddpcore.distributed.phases import PhaseClock, SlowRank, slow_ranks
+from ddpcore.distributed.samples import SampleWatch
 from ddpcore.parameters.copies import copy_of
 from ddpcore.parameters.shards import is_dtensor
 from ddpcore.strategies.learner import Learner, NonFinite
@@ -53,9 +54,8 @@ class Distributed:
 
     learner: Learner | None = None
     deals: Resharding = ()
-    counts_samples = False  # whether the strategy has weights that ``num_samples`` gives
     _num_samples: int | Sequence[int] | None = None
-    _mixes_samples = False  # whether gradients of other numbers of samples may be added
+    _samples: SampleWatch | None = None
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
         self.model, self.comm, self.phases = model, comm, PhaseClock()
@@ -66,22 +66,25 @@ class Distributed:
         return f"<{'torch alone' if strategy is None else repr(strategy)}, {self.comm.description}>"
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether the strategy has weights that :attr:`num_samples` gives."""
+        return self._samples is not None and self._samples.is_on
+
+    @property
     def num_samples(self) -> int | Sequence[int] | None:
         """For a strategy with ``weights="samples"``: the samples of a step, set by the loop before the backward pass.
 
-        A number; for virtual learners a sequence of one for each. All passes of a step need the same, and a step sets
-        it to None, as a loop does that leaves a step out.
+        A number; for virtual learners a sequence of one for each. What it is when a backward pass runs counts for the
+        pass. All passes whose gradients are added need the same. A step sets it to None, as a loop does that leaves a
+        step out.
         """
         return self._num_samples
 
     @num_samples.setter
     def num_samples(self, num: int | Sequence[int] | None) -> None:
-        before, self._num_samples, rows = self._num_samples, copy.deepcopy(num), len(self.models)
-        if before is None or num is None:
-            self._mixes_samples &= num is not None
-        elif self.counts_samples and not torch.equal(counts_of(before, rows), counts_of(num, rows)):
-            assert self.learner is not None
-            self._mixes_samples |= self.learner.watch.has_own_gradients()
+        self._num_samples = copy.deepcopy(num)
+        if self._samples is not None and self._samples.is_on:
+            self._samples.set(None if num is None else counts_of(num, len(self.models)))
 
     @property
     def learners_run(self) -> str:

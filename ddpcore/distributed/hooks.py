@@ -34,6 +34,7 @@ from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.guards import check_state_caller
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
+from ddpcore.distributed.samples import SampleWatch
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
@@ -66,6 +67,7 @@ class HookedDistributed(Distributed):
     """The handle of a model that a strategy trains. It sets the hooks, which call the strategy."""
 
     learner: Learner
+    _samples: SampleWatch
 
     @own_hooks()
     def __init__(
@@ -81,7 +83,7 @@ class HookedDistributed(Distributed):
         self.observers: list[Observer] = []
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
-        self.counts_samples = isinstance(strategy.traits.weights, str)
+        self._samples = SampleWatch(learner.flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
@@ -152,13 +154,12 @@ class HookedDistributed(Distributed):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, not averages
-        before, self._buckets.num_paused = self._buckets.num_paused, 0
         self._watch.begin_pause()
         try:
             yield
         finally:
-            self._watch.end_pause(num := self._buckets.num_paused)
-            self._buckets.paused, self._buckets.num_paused = paused, 0 if averages else before + num
+            self._watch.end_pause(self._buckets.num_paused)
+            self._buckets.paused = paused
 
     def _members_changed(self, change: Change, before: Sequence[int | None]) -> None:
         self.strategy.members_changed(self.learner, before)
@@ -243,7 +244,7 @@ class HookedDistributed(Distributed):
         self._watch.before_pass()
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
-        self._mixes_samples = self._mixes_samples and self._watch.has_own_gradients()
+        self._samples.forget_reset()
         for observer in self.observers:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
@@ -261,6 +262,8 @@ class HookedDistributed(Distributed):
     def _bucket_ready(self, columns: Tensor, pieces: Pieces | None = None) -> None:
         self.learner.num_samples = self.num_samples
         plan = self.strategy.plan(self.learner.step)
+        if plan.averages_gradients:
+            self._samples.check()
         if pieces is not None:
             size, note = plan.gradients or self.learner.comm.num_learners, self._watch.note_piece
             with self._span("bucket_ready"):
@@ -275,8 +278,6 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_backward(self, order: list[int]) -> None:
-        if self._buckets is not None:
-            self._buckets.num_paused = 0
         with self._span("after_backward"):
             self.strategy.after_backward(self.learner)
         if not self.strategy.plan(self.learner.step).averages_gradients:
@@ -292,6 +293,7 @@ class HookedDistributed(Distributed):
             self._new_order = list(map(int, agreed[0].tolist()))
         self._give_averages()
         self._watch.note_average()
+        (self._samples.clear if self.strategy.traits.stays_identical else self._samples.renew)()
 
     def _give_averages(self) -> None:
         """Give the average to learners that have no gradient of a parameter, if another learner has one.
@@ -349,11 +351,7 @@ class HookedDistributed(Distributed):
     def _check_complete(self) -> None:
         """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
         buckets, plan = self._buckets, self.strategy.plan(self.learner.step)
-        if self._mixes_samples:
-            raise RuntimeError(
-                f"{self.strategy.name}: num_samples was another one in another pass of this step, whose gradients are "
-                "added before they are weighted: set it to the samples of all its passes, and divide their losses by it"
-            )
+        self._samples.check()
         is_due = self._watch.averaged and not self._watch.has_average and plan.averages_gradients
         if buckets is not None and is_due and buckets.lacking_rows:
             rows = ", ".join(map(str, buckets.lacking_rows))
@@ -392,9 +390,10 @@ class HookedDistributed(Distributed):
 
     @torch.no_grad()
     def _after_step(self) -> None:
+        self._samples.check()  # a closure has set them
         self._watch.after_optimizer()
         self.learner.step += 1
-        self.num_samples = None  # the next batch may have another size
+        self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
         self.phases.num_steps += 1
         with self._span("after_step"):
             self.strategy.after_step(self.learner)

@@ -224,12 +224,6 @@ class LoopWatch:
         self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
-    def has_own_gradients(self) -> bool:
-        """Whether gradients hold a pass of this step whose samples count together with those of a later one."""
-        is_done = self.has_average and self._strategy.traits.stays_identical and not (self._is_late or self._num_pauses)
-        given = (one for one in map(_gradient_of, self._flat.parameters) if one is not None)
-        return not is_done and any(one.is_sparse or bool(local(one).any()) for one in given)
-
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if not self.has_average and self._strategy.traits.stays_identical:

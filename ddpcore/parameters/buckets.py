@@ -70,7 +70,7 @@ class GradientBuckets:
         self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, on_pass
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused, self.is_open = False, False
-        self.num_paused = 0  # gradients that came while paused
+        self.num_paused = 0  # gradients that came while paused, since the last average
         self._on_message, self._on_end = on_message, on_end
         self._pass = self._noted = -1  # autograd's numbers of the current backward pass, and of the last one
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
@@ -202,7 +202,7 @@ class GradientBuckets:
         self._order += sorted({index % num for index in self._seen}.difference(self._order))
         while self._num_sent < len(self.messages):
             self._send_next()
-        self._own = {}
+        self._own, self.num_paused = {}, 0
         self._on_end(self._order)
 
     def finish_without_pass(self) -> None:

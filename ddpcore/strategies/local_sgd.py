@@ -212,8 +212,6 @@ class LocalSGD(GradientAverages):
     def before_step(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
         self._lay_out(learner)
-        if isinstance(self.weights, str) and learner.step >= self.switch_step:
-            self._counts = [count + own_samples(learner) for count in self._counts]
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
             weights_LP = learner.common_weights() if self.topology is None else learner.flat.param_LP
             self._anchor = Anchor(weights_LP, self._parts, self.outer)
@@ -221,6 +219,8 @@ class LocalSGD(GradientAverages):
     @override
     def after_step(self, learner: Learner) -> None:
         """Start the averages that are due in ``overlap`` steps, and use those that are due now."""
+        if isinstance(self.weights, str) and learner.step > self.switch_step:  # here, because a closure may set them
+            self._counts = [count + own_samples(learner) for count in self._counts]
         if learner.step > self.switch_step:
             for index in self._due(learner.step + self.overlap):
                 self._under_way[index] = cache(self._start(learner, index))

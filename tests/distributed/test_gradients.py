@@ -267,6 +267,11 @@ def test_a_pass_that_averages_may_follow_no_sync_inside_sync() -> None:
             training.loss_of(handle.model(inputs), labels).backward()
         training.loss_of(handle.model(inputs), labels).backward()
     optimizer.step()
+    with handle.no_sync():
+        training.loss_of(handle.model(inputs), labels).backward()
+        with handle.no_sync(), handle.sync():
+            training.loss_of(handle.model(inputs), labels).backward()
+    optimizer.step()
     assert torch.equal(*training.weights_of_learners(handle))
 
 

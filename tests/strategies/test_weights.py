@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from ddpcore import (
 )
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.distributed.handle import Observer
-from ddpcore.strategies.base import Strategy, check_deaths
+from ddpcore.strategies.base import check_deaths
 from ddpcore.strategies.compression import Int8
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import counts_of
@@ -379,79 +379,6 @@ def test_statistics_compare_equal_batches(make: Any) -> None:
     run = Run(make())
     with pytest.raises(ValueError, match="batches of one size"):
         NoiseStatistics(run.handle, run.optimizer, batch_size=1)
-
-
-def _accumulated(strategy: Strategy, counts: list[list[int]], mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights after a step of two learners, one row of counts a pass, and those of a mean over all samples."""
-    model = torch.nn.Linear(3, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
-    begin, seen, sizes = model.weight.detach().clone(), [], [0, 0]
-    with ExitStack() as outer:
-        for number, given in enumerate(counts):
-            is_last = number == len(counts) - 1
-            sizes[:] = given  # one list, which the loop fills anew
-            handle.num_samples = sizes
-            if mode == "once" and is_last:
-                outer.close()
-            if mode in ("once", "inside sync") and not number:
-                outer.enter_context(handle.no_sync())
-            inner = {"each": handle.no_sync, "inside sync": handle.sync}.get(mode, nullcontext)
-            with inner() if is_last == (mode == "inside sync") else nullcontext():
-                for one, num in zip(handle.models, given, strict=True):
-                    own = torch.randn(num, 3)
-                    seen.append(own)
-                    (one(own).sum() / sum(each[len(seen) % 2 - 1] for each in counts)).backward()
-    optimizer.step()
-    return model.weight.detach(), begin - torch.cat(seen).mean(0)
-
-
-@pytest.mark.parametrize("mode", ["each", "once", "inside sync"])
-@pytest.mark.parametrize("counts", [[[3, 1], [4, 2]], [[4, 1], [2, 2], [2, 2]], [[2, 2], [2, 2], [1, 2]]], ids=str)
-def test_samples_of_accumulated_passes_are_those_of_the_step(counts: list[list[int]], mode: str) -> None:
-    with pytest.raises(RuntimeError, match="num_samples was another one in another pass of this step"):
-        _accumulated(SSGD(weights="samples"), counts, mode)
-    torch.testing.assert_close(*_accumulated(SSGD(weights="samples"), [counts[-1]] * 3, mode))
-
-
-def test_samples_of_local_steps_are_those_of_all_passes() -> None:
-    with pytest.raises(RuntimeError, match="local_sgd: num_samples was another one in another pass"):
-        _accumulated(LocalSGD(1, weights="samples"), [[4, 1], [2, 2]], "no context")
-
-
-def test_each_average_has_its_own_samples() -> None:
-    """Two passes outside of no_sync() are two averages, so that gradients are sums of two means over samples."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = ddpcore.distribute(model, optimizer, SSGD(weights="samples"), learners=2)
-    expected = model.weight.detach().clone()
-    for counts in ([4, 1], [2, 2]):
-        inputs = [torch.randn(num, 3) for num in counts]
-        expected -= torch.cat(inputs).mean(0)
-        handle.num_samples = counts
-        for one, own in zip(handle.models, inputs, strict=True):
-            one(own).mean().backward()
-    optimizer.step()
-    torch.testing.assert_close(model.weight.detach(), expected)
-
-
-@pytest.mark.parametrize("how", ["zero_grad", "zeros", "None"])
-@pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
-def test_a_step_that_is_left_out_has_samples_of_its_own(make: Any, how: str) -> None:
-    model = torch.nn.Linear(3, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    handle = ddpcore.distribute(model, optimizer, make(), learners=2)
-    expected = model.weight.detach().clone()
-    for counts in ([4, 1], [2, 2]):
-        handle.num_samples = None if how == "None" else counts
-        handle.num_samples = counts
-        optimizer.zero_grad(set_to_none=how != "zeros")
-        inputs = [torch.randn(num, 3) for num in counts]
-        for one, own in zip(handle.models, inputs, strict=True):
-            one(own).mean().backward()
-    optimizer.step()
-    torch.testing.assert_close(handle.evaluation_model().weight.detach(), expected - torch.cat(inputs).mean(0))
 
 
 class _Begins(Observer):

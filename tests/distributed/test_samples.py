@@ -1,0 +1,206 @@
+"""Numbers of samples that a loop sets: one for all passes whose gradients are added, else an error."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore import SSGD, LocalSGD
+from ddpcore.strategies.base import Strategy
+
+OTHER = "num_samples was another one in another pass of this step"
+
+
+def _begin(strategy: Strategy, model: nn.Module | None = None, **options: Any) -> tuple[Any, ...]:
+    """The optimizer, the handle of two learners, and the weights."""
+    torch.manual_seed(0)
+    model = model or nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2, **options)
+    return optimizer, handle, next(model.parameters()).detach().clone()
+
+
+def _pass(handle: Any, counts: list[int], divisors: list[int] | None = None) -> list[torch.Tensor]:
+    """A backward pass of each learner. Returns the inputs."""
+    inputs = [torch.randn(num, 3) for num in counts]
+    for one, own, num in zip(handle.models, inputs, divisors or counts, strict=True):
+        (one(own).sum() / num).backward()
+    return inputs
+
+
+def _accumulated(strategy: Strategy, counts: list[list[int]], mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights after a step of two learners, one row of counts a pass, and those of a mean over all samples."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+    begin, seen, sizes = model.weight.detach().clone(), [], [0, 0]
+    with ExitStack() as outer:
+        for number, given in enumerate(counts):
+            is_last = number == len(counts) - 1
+            sizes[:] = given  # one list, which the loop fills anew
+            handle.num_samples = sizes
+            if mode == "once" and is_last:
+                outer.close()
+            if mode in ("once", "inside sync") and not number:
+                outer.enter_context(handle.no_sync())
+            inner = {"each": handle.no_sync, "inside sync": handle.sync}.get(mode, nullcontext)
+            with inner() if is_last == (mode == "inside sync") else nullcontext():
+                for one, num in zip(handle.models, given, strict=True):
+                    own = torch.randn(num, 3)
+                    seen.append(own)
+                    (one(own).sum() / sum(each[len(seen) % 2 - 1] for each in counts)).backward()
+    optimizer.step()
+    return model.weight.detach(), begin - torch.cat(seen).mean(0)
+
+
+@pytest.mark.parametrize("mode", ["each", "once", "inside sync"])
+@pytest.mark.parametrize("counts", [[[3, 1], [4, 2]], [[4, 1], [2, 2], [2, 2]], [[2, 2], [2, 2], [1, 2]]], ids=str)
+def test_samples_of_accumulated_passes_are_those_of_the_step(counts: list[list[int]], mode: str) -> None:
+    with pytest.raises(RuntimeError, match="num_samples was another one in another pass of this step"):
+        _accumulated(SSGD(weights="samples"), counts, mode)
+    torch.testing.assert_close(*_accumulated(SSGD(weights="samples"), [counts[-1]] * 3, mode))
+
+
+def test_samples_of_local_steps_are_those_of_all_passes() -> None:
+    with pytest.raises(RuntimeError, match="local_sgd: num_samples was another one in another pass"):
+        _accumulated(LocalSGD(1, weights="samples"), [[4, 1], [2, 2]], "no context")
+
+
+def test_each_average_has_its_own_samples() -> None:
+    """Two passes outside of no_sync() are two averages, so that gradients are sums of two means over samples."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = ddpcore.distribute(model, optimizer, SSGD(weights="samples"), learners=2)
+    expected = model.weight.detach().clone()
+    for counts in ([4, 1], [2, 2]):
+        inputs = [torch.randn(num, 3) for num in counts]
+        expected -= torch.cat(inputs).mean(0)
+        handle.num_samples = counts
+        for one, own in zip(handle.models, inputs, strict=True):
+            one(own).mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+@pytest.mark.parametrize("how", ["zero_grad", "zeros", "None"])
+@pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
+def test_a_step_that_is_left_out_has_samples_of_its_own(make: Any, how: str) -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = ddpcore.distribute(model, optimizer, make(), learners=2)
+    expected = model.weight.detach().clone()
+    for counts in ([4, 1], [2, 2]):
+        handle.num_samples = None if how == "None" else counts
+        handle.num_samples = counts
+        optimizer.zero_grad(set_to_none=how != "zeros")
+        inputs = [torch.randn(num, 3) for num in counts]
+        for one, own in zip(handle.models, inputs, strict=True):
+            one(own).mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(handle.evaluation_model().weight.detach(), expected - torch.cat(inputs).mean(0))
+
+
+@pytest.mark.parametrize("more", ["an average", "a forward pass"])
+def test_what_follows_an_average_does_not_hide_other_samples(more: str) -> None:
+    """Also a forward pass for a metric."""
+    optimizer, handle, _ = _begin(SSGD(weights="samples"))
+    handle.num_samples = [4, 1]
+    with handle.no_sync():
+        _pass(handle, [4, 1], [6, 3])
+    handle.num_samples = [2, 2]
+    with pytest.raises(RuntimeError, match=OTHER):
+        _pass(handle, [2, 2], [6, 3])
+        if more == "an average":
+            _pass(handle, [2, 2])
+        else:
+            handle.models[0](torch.randn(2, 3))
+        optimizer.step()
+
+
+def test_learners_of_one_average_have_the_numbers_of_one_list() -> None:
+    """In turn: each learner's pass had another list, also in the second average of a step."""
+    _, handle, _ = _begin(SSGD(weights="samples"), vectorize=False)
+    handle.num_samples = [2, 2]
+    _pass(handle, [2, 2])
+    with pytest.raises(RuntimeError, match=OTHER):
+        for counts, one in zip(([4, 1], [1, 4]), handle.models, strict=True):
+            handle.num_samples = counts
+            one(torch.randn(2, 3)).mean().backward()
+
+
+@pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
+def test_passes_of_a_closure_have_one_number(make: Any) -> None:
+    optimizer, handle, _ = _begin(make())
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        handle.num_samples = [4, 1]
+        with handle.no_sync():
+            _pass(handle, [4, 1], [6, 3])
+        handle.num_samples = [2, 2]
+        _pass(handle, [2, 2], [6, 3])
+
+    with pytest.raises(RuntimeError, match=OTHER):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("before", [None, [4, 1]])
+@pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
+def test_the_number_of_a_closure_counts(make: Any, before: list[int] | None) -> None:
+    optimizer, handle, expected = _begin(make())
+    seen = []
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        handle.num_samples = [2, 3]
+        seen.extend(_pass(handle, [2, 3]))
+
+    handle.num_samples = before
+    optimizer.step(closure)
+    found = next(handle.evaluation_model().parameters()).detach()
+    torch.testing.assert_close(found, expected - torch.cat(seen).mean(0))
+
+
+def test_a_step_left_out_in_the_order_of_torchs_tutorial() -> None:
+    """Forward pass, zero_grad, backward pass."""
+    optimizer, handle, expected = _begin(LocalSGD(1, weights="samples"))
+    for counts in ([4, 1], [2, 3]):
+        handle.num_samples = counts
+        inputs = [torch.randn(num, 3) for num in counts]
+        losses = [one(own).mean() for one, own in zip(handle.models, inputs, strict=True)]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+    optimizer.step()
+    found = next(handle.evaluation_model().parameters()).detach()
+    torch.testing.assert_close(found, expected - torch.cat(inputs).mean(0))
+
+
+def test_passes_that_failed_run_again_with_fewer_samples() -> None:
+    optimizer, handle, expected = _begin(SSGD(weights="samples"))
+    handle.num_samples = [4, 4]
+    handle.models[0](torch.randn(4, 3)).mean().backward()  # learner 1 runs out of memory
+    handle.num_samples = [2, 3]
+    optimizer.zero_grad()
+    inputs = _pass(handle, [2, 3])
+    optimizer.step()
+    torch.testing.assert_close(handle.models[0].weight.detach(), expected - torch.cat(inputs).mean(0))
+
+
+def test_sparse_gradients_that_are_zeroed_in_place() -> None:
+    optimizer, handle, expected = _begin(LocalSGD(1, weights="samples"), nn.Embedding(5, 2, sparse=True))
+    for counts in ([4, 1], [2, 3]):
+        handle.num_samples = counts
+        optimizer.zero_grad(set_to_none=False)
+        indices = [torch.randint(5, (num,)) for num in counts]
+        for one, own in zip(handle.models, indices, strict=True):
+            one(own).sum().div(len(own)).backward()
+    optimizer.step()
+    share = torch.bincount(torch.cat(indices), minlength=5)[:, None] / 5
+    found = next(handle.evaluation_model().parameters()).detach()
+    torch.testing.assert_close(found, expected - share)
