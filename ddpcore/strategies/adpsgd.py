@@ -112,6 +112,7 @@ class ADPSGD(Strategy):
         self._acceleration: Acceleration | None = None
         self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
+        self._left_LP: Tensor | None = None  # what the models held after the last step
 
     def __repr__(self) -> str:
         more = ("accelerated", "eta", "alpha") if self.accelerated else ()
@@ -222,7 +223,7 @@ class ADPSGD(Strategy):
                 learner.comm.bytes_sent += 2 * job.model.nbytes  # to the peer and back
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
         # Slow learners hold steps that have not ended.
-        learner.left = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
+        learner.left = self._left_LP = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
 
     def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
         """Move the rows of those learners that are held here to a time."""
@@ -235,17 +236,18 @@ class ADPSGD(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"live": None if self._live is None else self._live.rows(), "read": self._read_LP}
+        left_LP = None if self.speeds is None else self._left_LP
+        return {"live": None if self._live is None else self._live.rows(), "read": self._read_LP, "left": left_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         if state["live"] is None:  # saved before the first step
             if learner.live is not None:
                 learner.live.settle()  # others may still average with these weights
-            learner.live = learner.left = self._live = self._read_LP = None
+            learner.live = learner.left = self._live = self._read_LP = self._left_LP = None
             return
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
         self._read_LP = state["read"]
-        learner.left = self._read_LP if self.speeds is None else None
+        learner.left = self._left_LP = self._read_LP if self.speeds is None else state.get("left")

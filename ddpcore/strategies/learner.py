@@ -135,13 +135,13 @@ class Learner:
     def weights(self) -> Tensor:
         """The weights ``[L, P]`` whose average is evaluated. Collective.
 
-        They are the models', or a copy of the live ones, but for models that the program has changed after a step.
+        They are the models', or a copy of the live ones, but for weights that the program has changed after a step.
         """
         if self.live is None:
             return self.flat.param_LP
         self.live.settle()
         live_LP, rows_LP = self.live.own(), self.flat.param_LP
-        return live_LP if self.left is None else torch.where((rows_LP != self.left).any(1, True), rows_LP, live_LP)
+        return live_LP if self.left is None else torch.where(rows_LP != self.left, rows_LP, live_LP)
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -314,9 +315,11 @@ def test_by_name() -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"speeds": (1.0, 0.5, 0.3)}, {"accelerated": True}], ids=str)
-def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any]) -> None:
-    """The weights that peers change are others, and follow in the next step."""
+LEARNERS = pytest.mark.parametrize("options", [{}, {"speeds": (1.0, 0.5, 0.3)}, {"accelerated": True}], ids=str)
+
+
+def _of_three(options: dict[str, Any], num_steps: int) -> tuple[Any, Any, Callable[[int], None]]:
+    """The model, the handle, and a function that trains by so many steps, after the first ones."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,12 +331,25 @@ def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any]) ->
             handle.backward([one(torch.randn(4, 3)).square().mean() for one in handle.models])
             optimizer.step()
 
-    train(3)
+    train(num_steps)
+    return model, handle, train
+
+
+@LEARNERS
+@pytest.mark.parametrize("resumes", [False, True])
+def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any], resumes: bool) -> None:
+    """The weights that peers change are others, and follow in the next step."""
+    _, handle, train = _of_three(options, 3)
     best = copy.deepcopy(handle.evaluation_model().state_dict())
     train(3)
     newest = handle.evaluation_model().state_dict()
     assert not torch.equal(best["weight"], newest["weight"])
     assert torch.equal(newest["weight"], handle.evaluation_model().weight), "nothing was loaded"
+    if resumes:
+        model, resumed, train = _of_three(options, 0)
+        model.load_state_dict(handle.models[0].state_dict())
+        resumed.load_state_dict(handle.state_dict())
+        handle = resumed
     for one in handle.models:
         one.load_state_dict(best)
     for name, weight in handle.evaluation_model().named_parameters():
@@ -343,20 +359,21 @@ def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any]) ->
     assert not torch.equal(handle.evaluation_model().weight, best["weight"])
 
 
+@LEARNERS
+def test_one_weight_that_the_program_changes_leaves_the_others(options: dict[str, Any]) -> None:
+    _, handle, _ = _of_three(options, 4)
+    before = handle.evaluation_model().weight.detach()
+    with torch.no_grad():
+        handle.models[1].weight[0, 2] += 1e-6
+    after = handle.evaluation_model().weight.detach()
+    assert torch.equal(before[0, :2], after[0, :2])
+
+
+@LEARNERS
 @pytest.mark.parametrize("first", ["model", "handle"])
-def test_a_resumed_run_evaluates_the_weights_that_peers_change(first: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ADPSGD(Complete(), speeds=(1.0, 0.5, 0.3)), learners=3)
-    for _ in range(4):
-        optimizer.zero_grad()
-        handle.backward([one(torch.randn(4, 3)).square().mean() for one in handle.models])
-        optimizer.step()
-    other = nn.Linear(3, 1)
-    resumed = ddpcore.distribute(
-        other, torch.optim.SGD(other.parameters(), lr=0.1), ADPSGD(Complete(), speeds=(1.0, 0.5, 0.3)), learners=3
-    )
+def test_a_resumed_run_evaluates_the_weights_that_peers_change(options: dict[str, Any], first: str) -> None:
+    model, handle, _ = _of_three(options, 4)
+    other, resumed, _ = _of_three(options, 0)
     states = {"model": (other, model.state_dict()), "handle": (resumed, handle.state_dict())}
     for name in sorted(states, key=lambda name: name != first):
         states[name][0].load_state_dict(states[name][1])
