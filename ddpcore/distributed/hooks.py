@@ -95,8 +95,7 @@ class HookedDistributed(Distributed):
                 in_place=self._averages_in_place,
                 on_pass=getattr(self._watch.resets, "note", None),
             )
-        self._is_training = True  # whether the call of step() that runs is a step of training
-        self.nonfinite = self._watch.found
+        self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
         hook = _ForwardHook(self)
         self._leave_hook: RemovableHandle | None = None
         first = learner.flat.shards is not None  # before FSDP2 gathers the weights
@@ -104,6 +103,7 @@ class HookedDistributed(Distributed):
         for one in self.models:
             one.register_state_dict_pre_hook(_StateHook(hook))
             one.register_load_state_dict_pre_hook(_StateHook(hook))
+            one.register_load_state_dict_post_hook(_StateHook(hook))
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
             model.register_forward_hook(_LeaveHook(hook), always_call=True)
@@ -381,10 +381,9 @@ class HookedDistributed(Distributed):
             self._new_order, self._laid_out = None, True
         for observer in self.observers:
             observer.before_step(learner)
-        optimizer = learner.optimizer
-        last = next(reversed(optimizer._optimizer_step_pre_hooks))
+        last = next(reversed(learner.optimizer._optimizer_step_pre_hooks))
         # Code of the program that runs before the weights are stepped must find them averaged.
-        at_once = last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
+        at_once = last != self._last_hook or type(learner.optimizer).step is not FusedOptimizer.step
         with self._span("before_step"):
             self._weight_step.average(strategy.before_step(learner), at_once=at_once)
 
@@ -481,7 +480,7 @@ class _LeaveHook(_Hook):
 
 
 class _StateHook(_Hook):
-    """Before a state of a model is saved or loaded: neither meets a temporary change of the weights."""
+    """Before a state of a model is saved or loaded, and after: neither meets a temporary change of the weights."""
 
     def __init__(self, hook: _ForwardHook) -> None:
         self._handle = hook._handle
@@ -490,6 +489,8 @@ class _StateHook(_Hook):
     def __call__(self, module: nn.Module, *values: Any) -> None:
         if (handle := self._handle()) is not None:
             handle.strategy.restore_weights(handle.learner)
+            if len(values) == 1:  # the keys that a loaded state lacked
+                handle.learner.loaded.update(row for row, one in enumerate(handle.models) if one is module)
 
 
 class _NoHook:

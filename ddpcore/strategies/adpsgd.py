@@ -222,6 +222,7 @@ class ADPSGD(Strategy):
             if i == first and i != j:
                 learner.comm.bytes_sent += 2 * job.model.nbytes  # to the peer and back
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
+        learner.loaded.clear()
         # Slow learners hold steps that have not ended.
         learner.left = self._left_LP = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class Learner:
     #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
     left: Tensor | None = None  #: beside ``live``: ``[L, P]``, the models' weights after the last step
+    loaded: set[int] = field(default_factory=set)  #: rows of models that have loaded a state since the last step
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
@@ -135,13 +136,23 @@ class Learner:
     def weights(self) -> Tensor:
         """The weights ``[L, P]`` whose average is evaluated. Collective.
 
-        They are the models', or a copy of the live ones, but for weights that the program has changed after a step.
+        They are the models', or a copy of the live ones with what the program has changed in the models after a step:
+        a change is added, and a state that ``load_state_dict`` of any model has brought is in the place of its row.
         """
         if self.live is None:
             return self.flat.param_LP
         self.live.settle()
         live_LP, rows_LP = self.live.own(), self.flat.param_LP
-        return live_LP if self.left is None else torch.where(rows_LP != self.left, rows_LP, live_LP)
+        if self.left is None:
+            return live_LP
+        is_other_LP = rows_LP != self.left
+        loads = [float(row in self.loaded and bool(is_other_LP[row].any())) for row in range(len(rows_LP))]
+        loads_L = torch.tensor(loads, dtype=torch.float64, device="cpu").to(rows_LP.device)
+        has_loaded = bool(self.comm.gather(loads_L).any())  # else a resumed run has loaded its own weights
+        result_LP = torch.where(is_other_LP, live_LP + (rows_LP - self.left), live_LP)
+        for row in self.loaded if has_loaded else ():
+            result_LP[row] = rows_LP[row]
+        return result_LP
 
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:

@@ -364,9 +364,13 @@ def test_one_weight_that_the_program_changes_leaves_the_others(options: dict[str
     _, handle, _ = _of_three(options, 4)
     before = handle.evaluation_model().weight.detach()
     with torch.no_grad():
-        handle.models[1].weight[0, 2] += 1e-6
+        handle.models[1].weight[0, 2] += 1e-3
     after = handle.evaluation_model().weight.detach()
     assert torch.equal(before[0, :2], after[0, :2])
+    torch.testing.assert_close(after[0, 2], before[0, 2] + 1e-3 / 3, rtol=0, atol=1e-7)
+    for one in handle.models:
+        one.load_state_dict(handle.models[2].state_dict())
+    torch.testing.assert_close(handle.evaluation_model().weight, handle.models[2].weight, rtol=0, atol=1e-7)
 
 
 @LEARNERS
