@@ -136,7 +136,8 @@ def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[i
     except Exception:  # whatever the forward pass of a model may do with values that do not exist
         uses = []
     if factors := [id(param) for param, how in uses if how == "factor"]:
-        return {id(param) for param, how in uses if how == "other" and id(param) not in factors} | {factors[-1]}
+        tables = {id(param) for param, how in uses if how == "table"}
+        return tables | {id(param) for param, how in uses if id(param) not in factors} | {factors[-1]}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     owned = [[p for p in module.parameters(recurse=False) if id(p) in considered] for module in model.modules()]
     layers = [list(output.parameters())] if isinstance(output, nn.Module) else [part for part in owned if part]
@@ -144,9 +145,10 @@ def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[i
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """(name, ``factor`` or ``other``) for each use of a parameter, in the order of the forward pass.
+    """(name, ``factor``, ``table`` or ``other``) for each use of a parameter, in the order of the forward pass.
 
-    The forward pass of a copy without values and hooks is traced, and arguments with defaults have their defaults.
+    A factor is used where its last product is, and ``F.embedding`` takes a table. The forward pass of a copy without
+    values and hooks is traced, and arguments with defaults have their defaults.
     """
     empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in (*model.parameters(), *model.buffers())}
     empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
@@ -163,21 +165,29 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
     finally:
         random.setstate(state)
     names = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
-    for node in graph.nodes:
+    uses: list[tuple[int, str, str]] = []
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node, place in places.items():
         if node.op == "call_module":
             layer = bare.get_submodule(node.target)
             factors = _ids(module for module in layer.modules() if isinstance(module, _MULTIPLIES))
             for name, param in layer.named_parameters():
-                yield f"{node.target}.{name}", "factor" if id(param) in factors else "other"
+                uses.append((place, f"{node.target}.{name}", "factor" if id(param) in factors else "other"))
         elif node.op == "get_attr" and node.target in names:
-            yield node.target, "factor" if _is_factor(node) else "other"
+            found = list(_users(node))
+            products = [places[user] for user, name in found if _PRODUCT.fullmatch(name)]
+            uses.append((max(products, default=place), node.target, "factor" if products else "other"))
+            if any(name in ("embedding", "embedding_bag") for _, name in found):
+                uses.append((place, node.target, "table"))
+    for _, name, how in sorted(uses, key=lambda use: use[0]):
+        yield name, how
 
 
-def _is_factor(node: Any) -> bool:
-    """Whether a traced value is a factor of a product, perhaps after a change of its shape."""
+def _users(node: Any) -> Iterator[tuple[Any, str]]:
+    """What takes a traced value, perhaps after a change of its shape, and the names of these functions."""
     for user in node.users:
         name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
         name = "matmul" if user.target is operator.matmul else name
-        if _PRODUCT.fullmatch(name) or (_RESHAPE.fullmatch(name) and _is_factor(user)):
-            return True
-    return False
+        yield user, name
+        if _RESHAPE.fullmatch(name):
+            yield from _users(user)

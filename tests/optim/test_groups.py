@@ -114,6 +114,36 @@ def test_use_in_the_forward_pass():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class ByTable(nn.Module):
+    """The table of an embedding is the last factor, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden = nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.hidden(F.embedding(x, self.table)), self.table)
+
+
+class ReadEarly(nn.Module):
+    """The head is read before the hidden layer, and used after it; so is a table that is no head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.hidden = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 4))
+        self.table = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        head, table = self.head.t(), self.table
+        x = F.linear(F.embedding(x, table), self.hidden).relu()
+        return F.linear(x, table).sum(-1, keepdim=True) + x @ head
+
+
+def test_use_is_where_a_product_is_and_not_where_a_parameter_is_read():
+    assert adamw(ByTable()) == {"table"}
+    assert adamw(ReadEarly()) == {"head", "table"}
+
+
 class Opaque(nn.Module):
     """A forward pass that cannot be traced, because it depends on values."""
 
