@@ -1,7 +1,5 @@
 """One strategy in the comparison: its trainer and its measurements."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ class Contender:
     @classmethod
     def build(
         cls, name: str, resolved: ResolvedConfig, world: World, dataset: Dataset, bucket_mb: float = DEFAULT_BUCKET_MB
-    ) -> Contender:
+    ) -> "Contender":
         """The contender of a strategy, with the same initial weights as every other.
 
         ``bucket_mb`` is the largest bucket of averaged gradients; infinity puts all gradients into one bucket.

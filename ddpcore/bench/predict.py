@@ -1,7 +1,5 @@
 """``ddpcore bench predict``: step times predicted from parts measured in isolation, and measured ones."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +62,7 @@ class PredictConfig(BenchConfig):
             if not self.strategy(name).traits.waits:
                 raise ValueError(f"--strategies: learners of {name} wait for nobody, so no step ends: leave it out")
 
-    def benches(self) -> list[PredictConfig]:
+    def benches(self) -> "list[PredictConfig]":
         """This config for each topology and transport. Raises ValueError if they do not go with the settings."""
         has_period = any("period" in STRATEGIES.options(name) for name in self.strategies)
         given = (*self.settings, f"strategy.period={self.period}") if has_period else tuple(self.settings)

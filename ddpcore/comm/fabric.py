@@ -9,8 +9,6 @@ left tell each other, through the roll, the last operation that they have receiv
 are done, and the others are begun again in a new group.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import threading
@@ -230,7 +228,7 @@ class SharedMemoryFabric(Fabric):
 class _Flight:
     """The messages of an operation, in one group."""
 
-    group: _Group
+    group: "_Group"
     rows: dict[int, Tensor]  # that are received, by their rank
     works: list[Any] = field(default_factory=list)  # of torch
     error: str = ""

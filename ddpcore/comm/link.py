@@ -4,8 +4,6 @@ The emulation delays nothing. The clock of a learner adds the CPU time of its th
 and the time that it would wait for messages. All results keep their bits.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -45,7 +43,7 @@ class Link:
             raise ValueError(f"link is {self}: its bandwidth must be above 0, and slow at least 1")
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, text: str) -> "Link":
         """Parse ``10Gb/s,50us`` or ``10Gb/s,50us,slow=2``; Mb/s and ms are units too. ValueError: another form."""
         if (found := _TEXT.fullmatch(text)) is None:
             raise ValueError(f"link is {text!r}: write a bandwidth and a delay, 10Gb/s,50us or 10Gb/s,50us,slow=2")

@@ -1,7 +1,5 @@
 """Data sets in the memory of one device, and their batches."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,12 +74,12 @@ class Split:
             inputs = inputs.float().div_(255)
         return (inputs if self.has_tokens else inputs.float()).unflatten(0, where.shape), self.labels[where]
 
-    def take(self, indices: Tensor) -> Split:
+    def take(self, indices: Tensor) -> "Split":
         """A copy of the samples of these numbers, int64 ``[M]`` with M >= 1, in that order."""
         where = indices.to(self.inputs.device)
         return replace(self, inputs=self.inputs[where], labels=self.labels[where])
 
-    def to(self, device: torch.device | str) -> Split:
+    def to(self, device: torch.device | str) -> "Split":
         """The same split on another device; its batches are made there."""
         return replace(self, inputs=self.inputs.to(device), labels=self.labels.to(device))
 
@@ -148,18 +146,18 @@ class Dataset:
                     digest.update(tensor.cpu().contiguous().numpy().data)
         return digest.hexdigest()
 
-    def to(self, device: torch.device | str) -> Dataset:
+    def to(self, device: torch.device | str) -> "Dataset":
         """The same data set on another device."""
         moved: dict[str, Any] = {name: split.to(device) for name, split in self.splits().items()}
         return replace(self, **moved)
 
-    def transformed(self, normalization: Normalization | None, augmentation: Augmentation | None) -> Dataset:
+    def transformed(self, normalization: Normalization | None, augmentation: Augmentation | None) -> "Dataset":
         """The same samples; the normalization (or none) is for every split, the augmentation only for training."""
         changed: dict[str, Any] = {k: replace(split, normalization=normalization) for k, split in self.splits().items()}
         changed["train"] = replace(changed["train"], augmentation=augmentation)
         return replace(self, **changed)
 
-    def hold_out(self, num_samples: int, seed: int = 0) -> Dataset:
+    def hold_out(self, num_samples: int, seed: int = 0) -> "Dataset":
         """Move the last samples of a random order of the training split into a validation split without augmentation.
 
         The seed decides the order. ValueError if no sample would be moved, or none would be left for training.
@@ -172,7 +170,7 @@ class Dataset:
         validation = replace(self.train.take(order[-num_samples:]), augmentation=None)
         return replace(self, train=self.train.take(order[:-num_samples]), validation=validation)
 
-    def limit(self, num_train: int | None = None, num_test: int | None = None, seed: int = 0) -> Dataset:
+    def limit(self, num_train: int | None = None, num_test: int | None = None, seed: int = 0) -> "Dataset":
         """Keep so many random samples of the training and of the test split; None keeps all.
 
         The seed decides the training samples; the test samples are the same for every seed, so that runs are
@@ -189,7 +187,7 @@ class Dataset:
             changed[name] = splits[name].take(torch.from_numpy(permutation(total, *key).copy())[:wanted])
         return replace(self, **changed)  # type: ignore[arg-type]
 
-    def with_random_labels(self, seed: int = 0) -> Dataset:
+    def with_random_labels(self, seed: int = 0) -> "Dataset":
         """Replace the training labels by uniformly random ones: a model can only memorize (Zhang et al. 2017)."""
         labels = torch.randint(self.num_classes, self.train.labels.shape, generator=generator(seed, 1), device="cpu")
         return replace(self, train=replace(self.train, labels=labels.to(self.train.labels.device)))

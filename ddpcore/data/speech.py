@@ -4,8 +4,6 @@ Like acoustic modelling, it is hard for large batches: classes are uneven, and t
 source is known, and so the smallest error that any classifier can reach.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -42,7 +40,7 @@ class Source:
     mixing_DF: Tensor
 
     @staticmethod
-    def draw(num_classes: int, num_features: int, generator: torch.Generator) -> Source:
+    def draw(num_classes: int, num_features: int, generator: torch.Generator) -> "Source":
         """Draw the means and the mixing matrix."""
         latent = min(LATENT, num_features)
         weights = 1 / torch.arange(1, num_classes + 1, dtype=torch.float64, device="cpu")

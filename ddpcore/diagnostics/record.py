@@ -16,8 +16,6 @@ N - 1 of S. So ``tr S / N`` is added if N is given; docs/noise_statistics.md say
 Shapes: T steps, S segments.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import time
@@ -57,8 +55,8 @@ class NoiseRecord:
     num_steps: int  #: steps that the noise scale averages
     num_skipped: int  #: steps left out since the last record: a gradient was not finite, or not of one full batch
     at_mean: bool  #: whether the gradients were computed at the mean weights; otherwise at each learner's own weights
-    whole: NoiseScale | None  #: noise scale of all parameters
-    segments: dict[str, NoiseScale]  #: noise scale of each parameter by name; empty with ``per_segment=False``
+    whole: "NoiseScale | None"  #: noise scale of all parameters
+    segments: "dict[str, NoiseScale]"  #: noise scale of each parameter by name; empty with ``per_segment=False``
     dynamics: Dynamics | None  #: None without ``full_loss``
     spread: Spread | None  #: None if learners hold the same weights
     seconds: float  #: time of measuring in this step, without the work that every step does
@@ -77,7 +75,7 @@ class Series:
         self._mean: list[Array] = []
         self._kind: tuple[int, bool] = (0, True)
 
-    def add(self, own_TS: Array, mean_TS: Array, num_learners: int, at_mean: bool, kept: int) -> int:
+    def add(self, own_TS: "Array", mean_TS: "Array", num_learners: int, at_mean: bool, kept: int) -> int:
         """Add steps and keep the last ``kept`` ones; returns the number of steps with sums that are not finite.
 
         If the number of learners or ``at_mean`` differs from earlier steps, those are discarded: they do not compare.
@@ -102,20 +100,20 @@ class Series:
         self._kind = state["num_learners"], state["at_mean"]
         self._own, self._mean = ([row.numpy()[list(order)] for row in state[name]] for name in ("own", "mean"))
 
-    def whole(self) -> NoiseScale | None:
+    def whole(self) -> "NoiseScale | None":
         """The noise scale of all segments together; None before the first step, or with one learner."""
         if not self._own or self._kind[0] < 2:
             return None
         return self._scale(np.array(self._own).sum(axis=1), np.array(self._mean).sum(axis=1))
 
-    def segments(self) -> dict[str, NoiseScale]:
+    def segments(self) -> "dict[str, NoiseScale]":
         """The noise scale of each segment."""
         if not self._own or self._kind[0] < 2 or not self._per_segment:
             return {}
         own_TS, mean_TS = np.array(self._own), np.array(self._mean)
         return {name: self._scale(own_TS[:, s], mean_TS[:, s]) for s, name in enumerate(self.names)}
 
-    def _scale(self, own_T: Array, mean_T: Array) -> NoiseScale:
+    def _scale(self, own_T: "Array", mean_T: "Array") -> "NoiseScale":
         return noise_scale(
             own_T, mean_T, num_learners=self._kind[0], batch_size=self.batch_size, population=self._population
         )

@@ -10,8 +10,6 @@ One call of the user's ``optimizer.step()`` runs in this order:
 4. The post-hook calls ``strategy.after_step``, which may average the stepped weights, and applies the policies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys
@@ -49,7 +47,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import own_samples
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
-_HANDLES: weakref.WeakSet[HookedDistributed] = weakref.WeakSet()  # of real ranks
+_HANDLES: "weakref.WeakSet[HookedDistributed]" = weakref.WeakSet()  # of real ranks
 
 
 def _leave_fork() -> None:
@@ -118,7 +116,7 @@ class HookedDistributed(Distributed):
         if len(self.models) > 1:
             optimizer.register_state_dict_pre_hook(partial(check_state_caller, self.models))
 
-    def __copy__(self) -> HookedDistributed:
+    def __copy__(self) -> "HookedDistributed":
         return self
 
     def __reduce__(self) -> tuple[type[CopiedHandle], tuple[()]]:
@@ -421,7 +419,7 @@ class _Hook:
     def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
         raise AttributeError("torch.jit.script cannot compile a model in training: take the handle's evaluation_model")
 
-    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[_NoHook], tuple[()]]":
         return _NoHook, ()
 
 

@@ -1,7 +1,5 @@
 """Runs the jobs of a study, one after another or in parallel. A job that fails does not stop the others."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil
@@ -76,7 +74,7 @@ def _run_in_process(jobs: Iterable[tuple[int, Job]], folder: Folder, datasets: D
         raise_if_asked("after the last run of this process")
 
 
-def _run_share(world: World, jobs: Sequence[Job], next_index: Synchronized[int], folder: Folder) -> None:
+def _run_share(world: World, jobs: Sequence[Job], next_index: "Synchronized[int]", folder: Folder) -> None:
     """Run in each of several processes: always the next job that no other process has taken. Process i takes GPU i."""
     if torch.cuda.is_available():
         torch.cuda.set_device(world.rank % torch.cuda.device_count())

@@ -1,7 +1,5 @@
 """``GossipStrategy``: a strategy of Lightning's ``Trainer`` that trains with ``ddpcore.distribute``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,7 +42,7 @@ class _Steps(nn.Module):
 def _averaged(name: str) -> Callable[..., Any]:
     """A step of ``DDPStrategy`` in which the module has the averaged weights."""
 
-    def step(self: GossipStrategy, *args: Any, **kwargs: Any) -> Any:
+    def step(self: "GossipStrategy", *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._average is None else replaced(self.lightning_module, self._average.module):
             return getattr(super(GossipStrategy, self), name)(*args, **kwargs)
 

@@ -1,7 +1,5 @@
 """``mix_`` and ``mix_stacked_``: gossip averaging of flat buffers."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -79,7 +77,7 @@ class Mixture(WeightAverage):
     def apply_(self, weights_LP: Tensor) -> None:
         mix_(weights_LP[0], self.peers, self.self_weight, self.peer_weights, self.noise, self.out)
 
-    def columns(self, begin: int, end: int) -> Mixture:
+    def columns(self, begin: int, end: int) -> "Mixture":
         """The mixture of the elements ``[begin, end)`` only. Their noise is the same as in the whole mixture."""
         noise = None if self.noise is None else replace(self.noise, first=self.noise.first + begin)
         out = None if self.out is None else self.out[begin:end]

@@ -1,7 +1,5 @@
 """Models whose parameters are DTensors: FSDP2, HSDP, torch's ``replicate`` and tensor parallelism."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +41,7 @@ class Shards:
         self._owners = {id(owner.sharded_param): owner for module in self._modules for owner in fsdp_parameters(module)}
         self.mesh = max((mesh_of(one) for one in model.parameters()), key=lambda mesh: int(mesh.size()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
         return self
 
     def room(self, parameter: Tensor) -> int:

@@ -1,7 +1,5 @@
 """The folder of a run: names of its files, its record (a JSON object a line), checkpoints, and configs, also of 0.2."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -96,7 +94,7 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, out: Path) -> RunRecord:
+    def read(cls, out: Path) -> "RunRecord":
         """The record in a run's folder. ValueError: there is no record, or nothing of it is left."""
         path = Path(out) / RECORD
         found = read_lines(path)

@@ -7,8 +7,6 @@ are x. ``done`` says which points are computed.
 Shapes: X and Y coordinates.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -54,7 +52,7 @@ class Surface:
     marks: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, x: Array, y: Array, metrics: Sequence[str], about: str, settings: str) -> Surface:
+    def empty(cls, x: Array, y: Array, metrics: Sequence[str], about: str, settings: str) -> "Surface":
         """A surface without values."""
         shape = len(y), len(x)
         values = {name: np.full(shape, np.nan) for name in metrics}
@@ -81,7 +79,7 @@ class Surface:
             self.values[name].reshape(-1)[list(indices)] = found
         self.done.reshape(-1)[list(indices)] = True
 
-    def resume(self, saved: Surface, path: Path) -> None:
+    def resume(self, saved: "Surface", path: Path) -> None:
         """Take the points of a file. ValueError if it is another landscape."""
         same = saved.settings == self.settings and list(saved.values) == list(self.values)
         if not (same and np.array_equal(saved.x, self.x) and np.array_equal(saved.y, self.y)):

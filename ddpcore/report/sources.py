@@ -1,7 +1,5 @@
 """What the page shows: runs, studies and bench results, read from paths (damage is reported), and its parts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -146,8 +144,8 @@ class Section:
 
     title: str
     lines: Sequence[str] = ()
-    tables: Sequence[TableData] = ()
-    folded: Sequence[TableData] = ()  # below the charts, for a reader to open
+    tables: "Sequence[TableData]" = ()
+    folded: "Sequence[TableData]" = ()  # below the charts, for a reader to open
     charts: Sequence[Chart] = ()
     problems: Sequence[str] = ()  # what could not be read or shown
     charts_first: bool = False  # above the tables

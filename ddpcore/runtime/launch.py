@@ -5,8 +5,6 @@ only: other machines cannot reach them. If a rank dies, the others are ended; if
 ranks end. So do ranks of torchrun whose agent dies.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -79,12 +77,12 @@ class StopSignal:
 
     asked: bool = False  # whether a signal was received
     name: str = ""  # of the signal
-    _innermost: ClassVar[StopSignal | None] = None
+    _innermost: "ClassVar[StopSignal | None]" = None
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:
         self._then = then
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> "StopSignal":
         self._before: dict[signal.Signals, Any] = {}
         self._outer: StopSignal | None = None
         if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,5 @@
 """Progress of a long task, on standard error."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -43,7 +41,7 @@ class ProgressReport:
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._out), transient=True)
             self._task = self._bar.add_task(what, total=total, completed=completed)
 
-    def __enter__(self) -> ProgressReport:
+    def __enter__(self) -> "ProgressReport":
         if self._bar is not None:
             self._bar.start()
         return self

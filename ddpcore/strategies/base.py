@@ -1,7 +1,5 @@
 """The interface of the algorithms: what a strategy does before, during and after a step of the training loop."""
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
@@ -206,7 +204,7 @@ def check_transport(strategy: Strategy, transport: str) -> None:
     raise ValueError(f"{strategy.name} does not run over {found}: {remedy}")
 
 
-def check_deaths(strategy: Strategy | Baseline, num_learners: int | None = None) -> None:
+def check_deaths(strategy: "Strategy | Baseline", num_learners: int | None = None) -> None:
     """Raise ValueError if no learner of so many may die or join."""
     if strategy.traits.no_deaths:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_deaths}")

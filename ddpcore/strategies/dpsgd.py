@@ -1,7 +1,5 @@
 """Decentralized parallel SGD."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
@@ -86,7 +84,7 @@ class _NarrowAverage(WeightAverage):
     """
 
     average: WeightAverage  # of the same weights in fp32
-    strategy: DPSGD  # keeps the rounding error
+    strategy: "DPSGD"  # keeps the rounding error
 
     @override
     def apply_(self, weights_LP: Tensor) -> None:

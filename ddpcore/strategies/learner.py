@@ -1,7 +1,5 @@
 """What one process trains: strategies change it and diagnostics read it. Numbers in it that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +52,7 @@ class NonFiniteError(RuntimeError):
         others = f", and {len(self.found) - 1} more learners" if len(self.found) > 1 else ""
         super().__init__(f"{first}{others}: {_ADVICE[first.what]}")
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[NonFinite, ...]]]:
+    def __reduce__(self) -> "tuple[type[NonFiniteError], tuple[tuple[NonFinite, ...]]]":
         return NonFiniteError, (self.found,)
 
 

@@ -1,7 +1,5 @@
 """The parts of outer steps: fragments of the weights, the anchor at which a round began, and its optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +40,7 @@ class Anchor:
     with neighbours, each learner has its own (A = L). ``make`` gets the parts of all learners, of one dimension.
     """
 
-    def __init__(self, weights_AP: Tensor, parts: Sequence[Part], make: MakeOptimizer) -> None:
+    def __init__(self, weights_AP: Tensor, parts: "Sequence[Part]", make: MakeOptimizer) -> None:
         rows_AP = weights_AP.detach()
         self._parts = [[row[begin:end].clone().requires_grad_() for row in rows_AP] for _, begin, end in parts]
         self._all = [part for rows in self._parts for part in rows]

@@ -6,8 +6,6 @@ only columns sum to one, the spectral radius of D is the modulus of W's second e
 eigenvalues but 1 sum to zero, because (1, ..., 1) W = (1, ..., 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -29,7 +27,7 @@ class Round:
     weights: tuple[float, ...]  # weight of each source
     destinations: tuple[int, ...]  # learners that read from it, ascending, never itself
 
-    def without_self(self) -> Round:
+    def without_self(self) -> "Round":
         """The round in which the learner takes the average of its sources alone. Without sources it keeps its own."""
         total = sum(self.weights)
         if total == 0:

@@ -1,7 +1,5 @@
 """Builds the parts of a run from its config: data, schedule, model, optimizer, strategy, trainer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,7 +45,7 @@ class LearnerPlacement:
     joins: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> LearnerPlacement:
+    def of(cls, config: TrainConfig, world: World | None, left: Membership | None = None) -> "LearnerPlacement":
         """The placement as seen from this process; a ``world`` of None is a world of one process.
 
         ``left`` are the learners of a run in which ranks have died or joined, one on each rank. ValueError: learners

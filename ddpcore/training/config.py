@@ -1,7 +1,5 @@
 """``TrainConfig``: a training run as one frozen value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
@@ -40,7 +38,7 @@ class TrainConfig:
     strategy: sections.StrategyConfig = field(default_factory=sections.StrategyConfig)
     run: sections.RunConfig = field(default_factory=sections.RunConfig)
 
-    def __new__(cls, *values: Any, **given: Any) -> TrainConfig:
+    def __new__(cls, *values: Any, **given: Any) -> "TrainConfig":
         """Refuse unknown sections with a suggestion, before ``__init__`` raises TypeError."""
         _check_sections(_A_RUN, given)
         return super().__new__(cls)
@@ -161,7 +159,7 @@ class TrainConfig:
         return {name: getattr(self, name).to_dict() for name in SECTIONS}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, values: Mapping[str, Any]) -> "TrainConfig":
         """The config with these sections; a missing section or field has its default.
 
         A section is a table, or only the name of its part: ``{"model": "mlp", "run": {"epochs": 3}}``. A key that is
@@ -172,7 +170,7 @@ class TrainConfig:
         sections: dict[str, Any] = {name: CLASSES[name](**CLASSES[name].arguments(one)) for name, one in values.items()}
         return cls(**sections)
 
-    def overridden(self, overrides: Mapping[str, Any]) -> TrainConfig:
+    def overridden(self, overrides: Mapping[str, Any]) -> "TrainConfig":
         """This config with some fields changed, see :func:`merged`. Raises ValueError as :meth:`from_dict` does."""
         return TrainConfig.from_dict(merged(self.to_dict(), overrides))
 

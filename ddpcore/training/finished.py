@@ -1,7 +1,5 @@
 """A finished run: its model and its data, from its folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +31,7 @@ class FinishedRun:
     dataset: Dataset
 
     @classmethod
-    def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> FinishedRun:
+    def load(cls, path: str | Path, *, data_dir: str | Path | None = None) -> "FinishedRun":
         """Load the folder of a run, the ``out`` of ``train``; ``data_dir`` if the data set's files have moved.
 
         ValueError: there is no run, or it has no final model, a model of another architecture, or other data.

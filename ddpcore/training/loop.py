@@ -1,7 +1,5 @@
 """The loop of a run: steps, epochs, evaluations, checkpoints, when to stop, and what it writes."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +65,7 @@ class RunWriter:
         self._out, self._on_record, self._step = out, on_record, step
         self._record, self._progress = JsonLines(path), ProgressReport("training", num_steps, completed=step)
 
-    def __enter__(self) -> RunWriter:
+    def __enter__(self) -> "RunWriter":
         self._progress.__enter__()
         return self
 

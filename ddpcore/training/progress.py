@@ -3,8 +3,6 @@
 Shapes: L learners of this process, n learners in all.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -41,7 +39,7 @@ class Progress:
         self._started = time.perf_counter() - self.seconds
 
     @classmethod
-    def start(cls, num_learners: int, device: torch.device) -> Progress:
+    def start(cls, num_learners: int, device: torch.device) -> "Progress":
         """The progress before the first step, for L = ``num_learners``."""
         zeros_L = torch.zeros(num_learners, dtype=torch.float64, device=device)
         return cls(zeros_L, zeros_L.clone(), zeros_L.clone(), zeros_L.clone())

@@ -2,8 +2,6 @@
 
 Shapes: n learners, P elements of a learner's row. Every rank holds one learner (L = 1)."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque
@@ -201,7 +199,7 @@ class SegmentCommunicator(Communicator):
         return self._snapshots.take(kind, self._coordinator.num_operations, make, self._coordinator.await_passed)
 
     def _staged(
-        self, what: str, rows: Tensor, averages: Averages | None = None, *, comes_back: bool = False
+        self, what: str, rows: Tensor, averages: "Averages | None" = None, *, comes_back: bool = False
     ) -> Iterator[tuple[Tensor, dict[int, Tensor]]]:
         """Yield pieces of ``rows`` as bytes, each with the same piece of every rank in the staging area. Collective.
 
