@@ -6,10 +6,11 @@ Shapes: L learners held by this process, X elements of one kind of state of a le
 import hashlib
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import scale_
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,7 @@ class StateSync:
                 if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
                     count.zero_()
         elif policies.momentum != KEEP:
-            for name in sorted({name for p in self._optimized() for name, _ in self._states_of(p)}):
-                self._move_state(name, policies.momentum)
+            self._move_states(policies.momentum)
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
@@ -127,9 +128,8 @@ class StateSync:
     @torch.no_grad()
     def sync_moments(self) -> None:
         """Average the states whose period ends with this step. It is called after each step."""
-        for name, period in self.policies.moments.items():
-            if self._learner.step % period == 0:
-                self._move_state(name, AVERAGE)
+        if due := [name for name, period in self.policies.moments.items() if self._learner.step % period == 0]:
+            self._move_states(AVERAGE, due)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
@@ -160,14 +160,33 @@ class StateSync:
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
-    def _move_state(self, name: str, policy: str) -> None:
-        """Average a state of all parameters. A missing one counts as zero, so that all ranks send equal rows."""
+    def _move_states(self, policy: str, names: Sequence[str] | None = None) -> None:
+        """Average all states of the parameters, or those of some names. Collective.
+
+        A learner that had no gradient yet has none. It takes part with zeros, and keeps none.
+        """
         parameters = self._optimized()
-        found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
-        if (dtype := next((value.dtype for value in found if value is not None), None)) is None:
-            raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
-        pairs = zip(parameters, found, strict=True)
-        self._move(policy, [torch.zeros_like(local(p), dtype=dtype) if value is None else value for p, value in pairs])
+        held = [{_kind_of(*state): state[1] for state in self._states_of(parameter)} for parameter in parameters]
+        kinds = self._kinds_of_all(sorted({kind for own in held for kind in own}))
+        codes = {crc32(name.encode()): name for name in names or ()}
+        if kinds and (absent := set(codes).difference(kind >> 8 for kind in kinds)):
+            keeper = type(self._learner.optimizer).__name__
+            raise ValueError(f"policy moments: {keeper} keeps no state {codes[min(absent)]!r}")
+        for kind in kinds:
+            if names is None or kind >> 8 in codes:
+                pairs, dtype = zip(parameters, held, strict=True), _DTYPES[kind & 255]
+                rows = [own[kind] if kind in own else torch.zeros_like(local(p), dtype=dtype) for p, own in pairs]
+                self._move(policy, rows)
+
+    def _kinds_of_all(self, kinds: list[int]) -> list[int]:
+        """The kinds of states that some learner has, from those of the learners held here. Collective."""
+        learner = self._learner
+        everyone = learner.gather([len(kinds), crc32(repr(kinds).encode())], learner.step)
+        if all(row == everyone[0] for row in everyone):
+            return kinds
+        most = max(num for num, _ in everyone)
+        found = learner.gather([*kinds, *[-1] * (most - len(kinds))], learner.step)
+        return sorted({kind for row in found for kind in row}.difference([-1]))
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
@@ -176,13 +195,19 @@ class StateSync:
                 yield name, local(value)
 
     def _optimized(self) -> list[Tensor]:
-        members = {id(parameter) for group in self._learner.optimizer.param_groups for parameter in group["params"]}
-        return [p for model in self._learner.models for p in model.parameters() if id(p) in members]
+        """As many for each learner: of those that were frozen from the start, the optimizer has learner 0's alone."""
+        learner = self._learner
+        return [p for model in learner.models for p in model.parameters() if id(p) in learner.flat.index]
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
         averaged = [buffer for model in self._learner.models for buffer in model.buffers() if has_average(buffer)]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
+
+
+def _kind_of(name: str, state: Tensor) -> int:
+    """The name and the dtype of a state as a number, which ranks can gather."""
+    return crc32(name.encode()) << 8 | _DTYPES.index(state.dtype)
 
 
 def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[str, ...] | None:

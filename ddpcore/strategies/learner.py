@@ -143,6 +143,16 @@ class Learner:
         live_LP, rows_LP = self.live.own(), self.flat.param_LP
         return live_LP if self.left is None else torch.where((rows_LP != self.left).any(1, True), rows_LP, live_LP)
 
+    def gather(self, numbers: Sequence[int], step: int | None = None) -> list[list[int]]:
+        """Whole numbers that all learners held here share, of every learner, or of those here if there are no others.
+
+        Collective.
+        """
+        if len(self.comm.learners) >= self.comm.num_learners:
+            return [[*numbers]]
+        row = torch.tensor([numbers], dtype=torch.int64, device=self.flat.param_LP.device)
+        return self.comm.gather(row.repeat(self.flat.num_rows, 1), step).tolist()
+
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
         """Return ``[L, X]``, each row the average over all n learners of their weights or some columns. Collective."""

@@ -129,6 +129,21 @@ def test_complex_buffers(policy: str) -> None:
     torch.testing.assert_close(training.rows_of(handle, "phases"), expected)
 
 
+@pytest.mark.parametrize("policies", [Policies(momentum="average"), Policies(moments={"momentum_buffer": 1})])
+def test_frozen_parameters_in_the_optimizer(policies: Policies) -> None:
+    """Learner 0 alone has them there. Its momentum was averaged with that of other weights."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(1), learners=2, policies=policies)
+    inputs = torch.randn(2, 4, 3)
+    handle.model(inputs).square().sum().backward()
+    mean = torch.stack([one[1].weight.grad for one in handle.models]).mean(0)
+    optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(optimizer.state[one[1].weight]["momentum_buffer"], mean)
+
+
 def test_policies_act_only_in_steps_that_average() -> None:
     _, optimizer, handle = make(LocalSGD(3), Policies(momentum="average"))
     for count in range(1, 7):

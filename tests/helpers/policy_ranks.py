@@ -1,0 +1,71 @@
+"""Ranks of which some have no state of the optimizer yet, or other buffers; see ``test_policy_ranks.py``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import ddpcore
+from ddpcore import DPSGD, LocalSGD, Policies
+from helpers import ranks
+
+POLICIES: dict[str, tuple[Any, Policies]] = {
+    "average": (lambda: LocalSGD(1), Policies(momentum="average")),
+    "gossip": (lambda: DPSGD(ddpcore.Complete(), order="adapt_then_combine"), Policies(momentum="gossip")),
+    "moments": (lambda: LocalSGD(1), Policies(moments={"momentum_buffer": 1})),
+}
+TRANSPORTS = ("pg", "shm")
+
+
+def pull(model: nn.Module, rank: int, step: int) -> None:
+    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank + 10 * step))
+    model(inputs).square().mean().backward()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def stateless(rank: int, policy: str, transport: str) -> float:
+    """Rank 1 has no batch in its first step: how far weights are from those of a loop over two plain models."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 1, bias=False)
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    optimizer, own = sgd(model), [sgd(one) for one in alone]
+    strategy, policies = POLICIES[policy]
+    connection = ddpcore.Connection(transport=transport, timeout=60.0)
+    ddpcore.distribute(model, optimizer, strategy(), policies=policies, connection=connection)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step or not rank:
+            pull(model, rank, step)
+        optimizer.step()
+        for number, (one, plain) in enumerate(zip(alone, own, strict=True)):
+            plain.zero_grad()
+            if step or not number:
+                pull(one, number, step)
+            plain.step()
+        weights = torch.stack([one.weight.detach() for one in alone]).mean(0)
+        states = [plain.state[one.weight] for one, plain in zip(alone, own, strict=True)]
+        moments = torch.stack([state.get("momentum_buffer", torch.zeros_like(weights)) for state in states]).mean(0)
+        for one, state in zip(alone, states, strict=True):
+            one.weight.data.copy_(weights)
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].copy_(moments)
+    return float((model.weight - alone[rank].weight).abs().max())
+
+
+def main() -> None:
+    path, rank, _ = ranks.join()
+    found: dict[Any, Any] = {}
+    for transport in TRANSPORTS:
+        for policy in POLICIES:
+            found[policy, transport] = stateless(rank, policy, transport)
+    torch.save(found, path)
+
+
+if __name__ == "__main__":
+    main()
