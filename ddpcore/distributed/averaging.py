@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import compress
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     for copied, own in compress(columns, _apart([own for _, own in columns], learner.comm)):
         copied.data = _mean_of(own, learner.average_of)
     if batch_norm != "local":
+        check_buffers(learner)
         average_buffers(list(result.buffers()), learner.models, learner.average_of)
         renew_singular_vectors(result)
     return result
@@ -73,6 +75,7 @@ class AveragedShards(nn.Module):
         self._averaged = {name: flat.shards.gradient(one, places[id(one)]) for name, one in named if id(one) in places}
         self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if batch_norm != "local":
+            check_buffers(learner)
             average_buffers(list(self._held.values()), learner.models, learner.average_of)
             for buffer in filter(has_average, self._held.values()):  # each rank of a learner has seen its own samples
                 buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
@@ -136,9 +139,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], average: Average) -> None:
     """Overwrite copies of floating-point and complex buffers with their average over all learners' models."""
-    for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
-        if has_average(buffer):
-            buffer.data = _mean_of(own, average)
+    held = [averaged_buffers(model).values() for model in models]
+    for buffer, *own in zip(filter(has_average, copies), *held, strict=True):
+        buffer.data = _mean_of(own, average)
 
 
 def renew_singular_vectors(model: nn.Module) -> None:
@@ -166,6 +169,23 @@ def _is_unit(owner: nn.Module, prefix: str) -> bool:
 def has_average(buffer: Tensor) -> bool:
     """Whether a buffer is averaged: it holds real or complex numbers, and no counters or flags."""
     return buffer.is_floating_point() or buffer.is_complex()
+
+
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that have an average, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if has_average(buffer)}
+
+
+def check_buffers(learner: Learner, step: int | None = None) -> None:
+    """Raise RuntimeError, on all ranks, if learners have no equal list of buffers that have an average. Collective."""
+    held = [[(k, v.dtype, tuple(v.shape)) for k, v in averaged_buffers(one).items()] for one in learner.models]
+    rows = learner.gather([crc32(repr(one).encode()) for one in held], step)
+    sums = [number for row in rows[:: len(held)] for number in row]  # by learner
+    if others := [index for index, number in enumerate(sums) if number != sums[0]]:
+        raise RuntimeError(
+            f"buffers of learner {others[0]} differ from learner 0's in names, sizes or dtypes, which have no average: "
+            "register them on all learners alike before distribute(), or keep each learner's own"
+        )
 
 
 @torch.no_grad()

@@ -374,6 +374,7 @@ class HookedDistributed(Distributed):
         if closure is None:
             self._join_average()
             self._check_complete()
+            self._state_sync.check_buffers(learner.step)
         self._watch.before_step(closure)
         if closure is None and strategy.traits.stays_identical and getattr(learner.optimizer, "process_group", None):
             check_divided(learner)
@@ -383,10 +384,9 @@ class HookedDistributed(Distributed):
             self._new_order, self._laid_out = None, True
         for observer in self.observers:
             observer.before_step(learner)
-        optimizer = learner.optimizer
-        last = next(reversed(optimizer._optimizer_step_pre_hooks))
+        last = next(reversed(learner.optimizer._optimizer_step_pre_hooks))
         # Code of the program that runs before the weights are stepped must find them averaged.
-        at_once = last != self._last_hook or type(optimizer).step is not FusedOptimizer.step
+        at_once = last != self._last_hook or type(learner.optimizer).step is not FusedOptimizer.step
         with self._span("before_step"):
             self._weight_step.average(strategy.before_step(learner), at_once=at_once)
 

@@ -15,7 +15,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ddpcore.distributed.averaging import has_average
+from ddpcore.distributed.averaging import averaged_buffers, check_buffers
+from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
@@ -102,12 +103,31 @@ class StateSync:
         if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
+        self._step_checked = -1  # the last step whose buffers were checked
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
+
+    def check_buffers(self, step: int) -> None:
+        """Refuse buffers that learners do not share, before this step changes weights. Collective where others wait."""
+        policy, traits = self.policies.batch_norm, self._strategy.traits
+        if policy == KEEP or self._step_checked == step or not self._strategy.plan(step).weights:
+            return
+        self._step_checked = step
+        if policy != RESET:
+            check_buffers(self._learner, step)
+            return
+        own, first = ([(one.shape, one.dtype) for one in them] for them in (self._buffers(), self._first_buffers))
+        is_other = int(own != first)
+        if any(other for (other,) in (self._learner.gather([is_other], step) if traits.waits else [[is_other]])):
+            raise RuntimeError(
+                "policy reset has no first value of buffers that a learner has got since distribute(), or that changed "
+                "their size: register them before distribute(), or take keep"
+            )
 
     @torch.no_grad()
     def sync(self) -> None:
         """Apply the policies. It is called after each step that averages weights or gradients."""
         policies = self.policies
+        self.check_buffers(self._learner.step - 1)  # a closure may have changed them after the check before the step
         if policies.momentum == RESET:
             for parameter in self._optimized():
                 for _, value in self._states_of(parameter):
@@ -156,7 +176,11 @@ class StateSync:
                 comm.average_(rows_LX, self._learner.step - 1).wait()
             else:
                 assert strategy.topology is not None
-                comm.mix_(rows_LX, strategy._mixing or strategy.topology, self._learner.step - 1)
+                topology, step = strategy._mixing or strategy.topology, self._learner.step - 1
+                if dtype in KERNEL_DTYPES:
+                    comm.mix_(rows_LX, topology, step)
+                else:
+                    rows_LX += comm.exchange(rows_LX, topology, step).differences(rows_LX)
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
@@ -201,7 +225,7 @@ class StateSync:
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
-        averaged = [buffer for model in self._learner.models for buffer in model.buffers() if has_average(buffer)]
+        averaged = [buffer for model in self._learner.models for buffer in averaged_buffers(model).values()]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
 
 

@@ -144,10 +144,7 @@ class Learner:
         return live_LP if self.left is None else torch.where((rows_LP != self.left).any(1, True), rows_LP, live_LP)
 
     def gather(self, numbers: Sequence[int], step: int | None = None) -> list[list[int]]:
-        """Whole numbers that all learners held here share, of every learner, or of those here if there are no others.
-
-        Collective.
-        """
+        """Whole numbers of each learner, which those held here share. One row if all are held here. Collective."""
         if len(self.comm.learners) >= self.comm.num_learners:
             return [[*numbers]]
         row = torch.tensor([numbers], dtype=torch.int64, device=self.flat.param_LP.device)

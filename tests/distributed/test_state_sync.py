@@ -101,30 +101,31 @@ def test_momentum_of_adam() -> None:
 class Phases(nn.Module):
     """A linear layer with a complex buffer, which each learner rotates by its own input."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3)
-        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
+        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j], dtype=dtype))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.linear(inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("policy", ["average", "gossip", "reset"])
-def test_complex_buffers(policy: str) -> None:
-    """They are averaged, mixed and reset as the others are, real and imaginary part."""
+def test_complex_buffers(policy: str, dtype: torch.dtype) -> None:
+    """They are averaged, mixed and reset as the others are, real and imaginary part, also in float64."""
     torch.manual_seed(3)
-    model = Phases()
+    model = Phases(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=N, policies=Policies(batch_norm=policy))
     first = model.phases.clone()
-    own = torch.randn(N, 2, dtype=torch.complex64)
+    own = torch.randn(N, 2, dtype=dtype)
     for one, phases in zip(handle.models, own, strict=True):
         one.phases.copy_(phases)
     mean = handle.evaluation_model().phases
     torch.testing.assert_close(mean, own.mean(0))
     step(handle, optimizer, 0)
-    mixed = (torch.from_numpy(Ring().matrix(0, N)).to(torch.complex64) @ own) if policy == "gossip" else None
+    mixed = (torch.from_numpy(Ring().matrix(0, N)).to(dtype) @ own) if policy == "gossip" else None
     expected = {"average": own.mean(0).expand(N, 2), "reset": first.expand(N, 2)}.get(policy, mixed)
     torch.testing.assert_close(training.rows_of(handle, "phases"), expected)
 
@@ -208,6 +209,66 @@ def test_batch_norm() -> None:
     mixed = torch.from_numpy(Ring().matrix(0, N)) @ kept.double()
     torch.testing.assert_close(seen["gossip"].double(), mixed, rtol=1e-5, atol=1e-7)
     assert not seen["reset"].any()
+
+
+class Late(nn.Module):
+    """A layer that has a buffer after it saw a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.max() > 0 and not hasattr(self, "seen"):
+            self.register_buffer("seen", inputs.mean(0))
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "inputs", "message"),
+    [
+        ("average", (1.0, -1.0), "buffers of learner 1 differ from learner 0's in names"),
+        ("gossip", (1.0, -1.0), "buffers of learner 1 differ"),
+        ("average", (1.0, 3.0), None),
+        ("reset", (1.0, 1.0), "policy reset has no first value of buffers that a learner has got"),
+        ("keep", (1.0, -1.0), None),
+    ],
+)
+def test_buffers_that_come_late(policy: str, inputs: Any, message: str | None, *, with_closure: bool) -> None:
+    """Those of all learners are averaged. Other lists are refused: elements of two learners' buffers were mixed."""
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = LocalSGD(1, topology=Ring()) if with_closure else DPSGD(Ring())
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2, policies=Policies(batch_norm=policy))
+    before = model.linear.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        losses = [one(torch.full((2, 5), value)).mean() for one, value in zip(handle.models, inputs, strict=True)]
+        handle.backward(losses)
+        return losses[0]
+
+    def train() -> None:
+        if not with_closure:
+            closure()
+        optimizer.step(closure if with_closure else None)
+
+    if message is None:
+        train()
+        assert policy == "keep" or all(torch.equal(one.seen, torch.full((5,), 2.0)) for one in handle.models)
+        return
+    with pytest.raises(RuntimeError, match=message) as raised:
+        train()
+    assert len(str(raised.value)) < 300
+    assert with_closure or torch.equal(before, model.linear.weight)
+
+
+def test_an_average_of_buffers_that_differ_is_refused() -> None:
+    handle = ddpcore.distribute(model := Late(), torch.optim.SGD(model.parameters(), lr=0.1), SSGD(), learners=2)
+    handle.models[1](torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match="buffers of learner 1 differ"):
+        handle.evaluation_model()
+    handle.evaluation_model(batch_norm="local")
 
 
 def test_rng() -> None:

@@ -58,12 +58,52 @@ def stateless(rank: int, policy: str, transport: str) -> float:
     return float((model.weight - alone[rank].weight).abs().max())
 
 
+class Late(nn.Module):
+    """A layer with the mean of its inputs as a float64 buffer, and another buffer after large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean.copy_(inputs.mean(0))
+        if inputs.max() > 2 and not hasattr(self, "seen"):
+            self.register_buffer("seen", inputs.max().repeat(2).double())
+        return self.linear(inputs)
+
+
+def buffers(rank: int, policy: str, transport: str, *, late: bool) -> tuple[str, torch.Tensor, bool]:
+    """The error of a step and of the evaluation model, the buffer after it, and whether the weights stayed.
+
+    If ``late``, rank 0 alone gets a further buffer in its first forward pass.
+    """
+    torch.manual_seed(0)
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    connection = ddpcore.Connection(transport=transport, timeout=60.0)
+    policies = Policies(batch_norm=policy)
+    handle = ddpcore.distribute(model, optimizer, DPSGD(), policies=policies, connection=connection)
+    before = model.linear.weight.detach().clone()
+    model(torch.full((4, 3), (3.0 if late else 1.0) if rank == 0 else -3.0)).square().mean().backward()
+    errors = []
+    for call in (optimizer.step, handle.evaluation_model):
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return " ".join(errors), model.mean, torch.equal(before, model.linear.weight)
+
+
 def main() -> None:
     path, rank, _ = ranks.join()
     found: dict[Any, Any] = {}
     for transport in TRANSPORTS:
         for policy in POLICIES:
             found[policy, transport] = stateless(rank, policy, transport)
+        for policy in ("average", "gossip"):
+            for late in (False, True):
+                found[f"buffers {policy}", transport, late] = buffers(rank, policy, transport, late=late)
     torch.save(found, path)
 
 
