@@ -402,7 +402,7 @@ class HookedDistributed(Distributed):
                 self._state_sync.sync()
             self._state_sync.sync_moments()
         if (new := self.learner.comm.admit(self.learner.step)) is not None:  # a learner has asked to join
-            give_state(self.learner, new, self._state_sync.policies, self.state_dict)
+            give_state(self.learner, new, self._state_sync, self.state_dict)
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])

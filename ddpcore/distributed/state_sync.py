@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from ddpcore.distributed.averaging import averaged_buffers, check_buffers
 from ddpcore.ops.library import KERNEL_DTYPES
+from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import scale_
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
+_ROOM = 32  # kinds of states in one message
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 
 
@@ -35,7 +37,7 @@ class Policies:
     training. push_sum allows no ``gossip``, because its mixing is no average. ValueError: no such policy for a state.
 
     Attributes:
-        momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
+        momentum: buffers of the optimizer in the shape of their parameter. ``reset`` forgets step counts too.
         moments: a period for each of these buffers by name, instead of ``momentum``: ``{"exp_avg": 4, "exp_avg_sq":
             16}`` averages the first moment over all learners after every fourth step and the second after every
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
@@ -103,6 +105,10 @@ class StateSync:
         if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
+        optimizer, kinds = learner.optimizer, (FusedOptimizer, torch.optim.Adagrad)
+        # Whether it creates the state that a parameter has not. Adagrad does so when it is made.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        self._creates_states = not isinstance(optimizer, kinds) and (is_torchs or not optimizer.state)
         self._step_checked = -1  # the last step whose buffers were checked
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
 
@@ -130,10 +136,7 @@ class StateSync:
         self.check_buffers(self._learner.step - 1)  # a closure may have changed them after the check before the step
         if policies.momentum == RESET:
             for parameter in self._optimized():
-                for _, value in self._states_of(parameter):
-                    value.zero_()
-                if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
-                    count.zero_()
+                self.forget(parameter)
         elif policies.momentum != KEEP:
             self._move_states(policies.momentum)
         if policies.batch_norm == RESET:
@@ -150,6 +153,18 @@ class StateSync:
         """Average the states whose period ends with this step. It is called after each step."""
         if due := [name for name, period in self.policies.moments.items() if self._learner.step % period == 0]:
             self._move_states(AVERAGE, due)
+
+    def forget(self, parameter: Tensor, *, shares_count: bool = False) -> None:
+        """Set the optimizer's state of a parameter to that at the start, but for a count that others go on to need."""
+        optimizer = self._learner.optimizer
+        if self._creates_states:
+            optimizer.state.pop(parameter, None)
+            return
+        first = optimizer.defaults["initial_accumulator_value"] if isinstance(optimizer, torch.optim.Adagrad) else 0
+        for _, value in self._states_of(parameter):
+            value.fill_(first)
+        if isinstance(count := optimizer.state.get(parameter, {}).get("step"), Tensor) and not shares_count:
+            count.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
@@ -204,13 +219,8 @@ class StateSync:
 
     def _kinds_of_all(self, kinds: list[int]) -> list[int]:
         """The kinds of states that some learner has, from those of the learners held here. Collective."""
-        learner = self._learner
-        everyone = learner.gather([len(kinds), crc32(repr(kinds).encode())], learner.step)
-        if all(row == everyone[0] for row in everyone):
-            return kinds
-        most = max(num for num, _ in everyone)
-        found = learner.gather([*kinds, *[-1] * (most - len(kinds))], learner.step)
-        return sorted({kind for row in found for kind in row}.difference([-1]))
+        everyone = self._learner.gather([*kinds, *[-1] * (_ROOM - len(kinds))], self._learner.step)
+        return sorted({kind for row in everyone for kind in row}.difference([-1]))
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
@@ -259,11 +269,11 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
+def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
     comm, optimizer = learner.comm, learner.optimizer
     # It begins without momentum if each learner keeps its own, or resets it.
-    takes_momentum = policies.momentum not in (KEEP, RESET)
+    takes_momentum = sync.policies.momentum not in (KEEP, RESET)
 
     def packed() -> Tensor:
         """The state as bytes, uint8 ``[x]``."""
@@ -281,9 +291,12 @@ def give_state(learner: Learner, new: int, policies: Policies, handle_state: Cal
     pairs += zip(*(model.buffers() for model in models), strict=True)
     for own, theirs in pairs:
         own.data.copy_(theirs.data)
+        if not takes_momentum:
+            sync.forget(own, shares_count=isinstance(optimizer, FusedOptimizer))
+            continue
         for name, value in optimizer.state.get(own, {}).items():
             if isinstance(value, Tensor) and value.shape == own.shape:
-                value.copy_(optimizer.state[theirs][name]) if takes_momentum else value.zero_()
+                value.copy_(optimizer.state[theirs][name])
 
 
 def received_state(learner: Learner) -> dict[str, Any]:

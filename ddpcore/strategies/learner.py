@@ -144,9 +144,9 @@ class Learner:
         return live_LP if self.left is None else torch.where((rows_LP != self.left).any(1, True), rows_LP, live_LP)
 
     def gather(self, numbers: Sequence[int], step: int | None = None) -> list[list[int]]:
-        """Whole numbers of each learner, which those held here share. One row if all are held here. Collective."""
-        if len(self.comm.learners) >= self.comm.num_learners:
-            return [[*numbers]]
+        """Whole numbers of each learner, which those held here share. Collective."""
+        if self.comm.transport == "virtual" and self.comm.membership is None:  # without a wait for the device
+            return [[*numbers]] * self.comm.num_learners
         row = torch.tensor([numbers], dtype=torch.int64, device=self.flat.param_LP.device)
         return self.comm.gather(row.repeat(self.flat.num_rows, 1), step).tolist()
 

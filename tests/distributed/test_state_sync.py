@@ -12,8 +12,9 @@ from torch import nn
 
 import ddpcore
 from ddpcore import DPSGD, SSGD, LocalSGD, OnePeerExponential, Policies, PushSum, Ring
+from ddpcore.comm.membership import Change
 from ddpcore.distributed.state_sync import scales_inside
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import training
 
 N = 4
@@ -35,8 +36,12 @@ def step(handle: Any, optimizer: Any, seed: int) -> None:
 
 
 def states(handle: Any, optimizer: Any, name: str) -> torch.Tensor:
-    learners = [[optimizer.state[p][name].flatten() for p in model.parameters()] for model in handle.models]
-    return torch.stack([torch.cat(tensors) for tensors in learners])
+    """``[N, elements]``: a state of all learners. One that an optimizer has not created yet is zero here."""
+
+    def state_of(parameter: torch.Tensor) -> torch.Tensor:
+        return optimizer.state[parameter].get(name, torch.zeros_like(parameter)).flatten()
+
+    return torch.stack([torch.cat([*map(state_of, model.parameters())]) for model in handle.models])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
@@ -91,11 +96,73 @@ def test_momentum_of_adam() -> None:
         step(handle, optimizer, 0)
         step(handle, optimizer, 1)
         seen[policy] = [states(handle, optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
-        counts = {int(state["step"]) for state in optimizer.state.values()}
+        counts = {int(state.get("step", 0)) for state in optimizer.state.values()}
         assert counts == ({0} if policy == "reset" else {2})
     for kept, averaged, forgotten in zip(*seen.values(), strict=True):
         torch.testing.assert_close(averaged, kept.mean(0).expand_as(kept), rtol=1e-5, atol=1e-9)
         assert not forgotten.any()
+
+
+def rule(kind: Any, **options: Any) -> Any:
+    return lambda parameters: kind(parameters, lr=0.05, **options)
+
+
+RULES = {
+    "Rprop": rule(torch.optim.Rprop),
+    "Adagrad": rule(torch.optim.Adagrad, initial_accumulator_value=1.0, lr_decay=0.5),
+    "NAdam": rule(torch.optim.NAdam),
+    "SGD": rule(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "Adam": rule(torch.optim.Adam, amsgrad=True),
+    "FusedSGD": rule(FusedSGD, momentum=0.9, dampening=0.5),
+    "FusedAdamW": rule(FusedAdamW),
+}
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_reset_is_a_new_optimizer(make: Any) -> None:
+    """Against two plain models that get one after each average: the first state is not zero in all rules of torch."""
+    model = nn.Linear(3, 1)
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    optimizer = make(model.parameters())
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(2), learners=2, policies=Policies(momentum="reset"))
+    inputs = torch.randn(6, 2, 4, 3)
+    for step, both in enumerate(inputs):
+        optimizer.zero_grad()
+        handle.model(both).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0:
+            own = [make(one.parameters()) for one in alone]
+        for one, plain, batch in zip(alone, own, both, strict=True):
+            plain.zero_grad()
+            one(batch).square().mean().backward()
+            plain.step()
+        for pair in zip(*(one.parameters() for one in alone), strict=True) if step % 2 else ():
+            mean = torch.stack([*pair]).mean(0).detach()
+            for parameter in pair:
+                parameter.data.copy_(mean)
+    for found, expected in zip(handle.models[1].parameters(), alone[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_virtual_learner_that_joins_begins_as_a_new_optimizer() -> None:
+    """As a rank that joins. A step size of zero, which Rprop had, is not its first one."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.05)
+    connection = ddpcore.Connection(on_failure="shrink")
+    handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=3, connection=connection)
+    handle.lose(2)
+    comm: Any = handle.comm
+    for number in range(3):
+        optimizer.zero_grad()
+        handle.model(torch.randn(3, 4, 3)).square().sum().backward()
+        if number == 1:
+            handle.play([Change(operation=comm.num_operations, step=None, members=(0, 1, 2), joined=(2,))])
+            optimizer.step()
+            assert comm.membership.members == (0, 1, 2)
+            assert not optimizer.state.get(handle.models[2].weight)
+        else:
+            optimizer.step()
+    assert torch.equal(optimizer.state[handle.models[2].weight]["step_size"], torch.full((1, 3), 0.05))
 
 
 class Phases(nn.Module):
