@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ddpcore.distributed.averaging import averaged_buffers, check_buffers
+from ddpcore.distributed.averaging import averaged_buffers, check_shared, digest
 from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.shards import local
@@ -33,8 +33,8 @@ class Policies:
     """What happens to other state in each step that averages weights or gradients. By default it does not change.
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
-    ``average``: the mean over all learners, by their weights if they have some. ``reset``: the value at the start of
-    training. push_sum allows no ``gossip``, because its mixing is no average. ValueError: no such policy for a state.
+    ``average``: the mean over all learners, under ``LocalSGD`` and gossip by their weights. ``reset``: the value at the
+    start of training. push_sum allows no ``gossip``: its mixing is no average. ValueError: no such policy for a state.
 
     Attributes:
         momentum: buffers of the optimizer in the shape of their parameter. ``reset`` forgets step counts too.
@@ -42,7 +42,7 @@ class Policies:
             16}`` averages the first moment over all learners after every fourth step and the second after every
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
             (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
-        batch_norm: floating-point and complex buffers of the model.
+        batch_norm: floating-point and complex buffers of the model, without masks of pruning.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners, by learner 0's first seed and the step).
     """
 
@@ -105,11 +105,11 @@ class StateSync:
         if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
-        optimizer, kinds = learner.optimizer, (FusedOptimizer, torch.optim.Adagrad)
-        # Whether it creates the state that a parameter has not. Adagrad does so when it is made.
+        optimizer, at_once = learner.optimizer, (FusedOptimizer, torch.optim.Adagrad)
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
-        self._creates_states = not isinstance(optimizer, kinds) and (is_torchs or not optimizer.state)
-        self._step_checked = -1  # the last step whose buffers were checked
+        # Whether a step creates the state that a parameter has not. Adagrad does so at once.
+        self._creates_states = not isinstance(optimizer, at_once) and (is_torchs or not optimizer.state)
+        self._step_checked, self._first_digest = -1, digest(averaged_buffers(learner.models[0]).items())
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
 
     def check_buffers(self, step: int) -> None:
@@ -117,17 +117,10 @@ class StateSync:
         policy, traits = self.policies.batch_norm, self._strategy.traits
         if policy == KEEP or self._step_checked == step or not self._strategy.plan(step).weights:
             return
-        self._step_checked = step
-        if policy != RESET:
-            check_buffers(self._learner, step)
-            return
-        own, first = ([(one.shape, one.dtype) for one in them] for them in (self._buffers(), self._first_buffers))
-        is_other = int(own != first)
-        if any(other for (other,) in (self._learner.gather([is_other], step) if traits.waits else [[is_other]])):
-            raise RuntimeError(
-                "policy reset has no first value of buffers that a learner has got since distribute(), or that changed "
-                "their size: register them before distribute(), or take keep"
-            )
+        learner, self._step_checked = self._learner, step
+        own = [digest(averaged_buffers(model).items()) for model in learner.models]
+        first = [self._first_digest] if policy == RESET else []
+        check_shared([*(learner.gather(own, step) if traits.waits else [own]), first])
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -200,27 +193,21 @@ class StateSync:
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
     def _move_states(self, policy: str, names: Sequence[str] | None = None) -> None:
-        """Average all states of the parameters, or those of some names. Collective.
-
-        A learner that had no gradient yet has none. It takes part with zeros, and keeps none.
-        """
-        parameters = self._optimized()
-        held = [{_kind_of(*state): state[1] for state in self._states_of(parameter)} for parameter in parameters]
-        kinds = self._kinds_of_all(sorted({kind for own in held for kind in own}))
+        """Average all states, or those of some names. A learner that has none yet takes part with zeros. Collective."""
+        learner, parameters, held = self._learner, self._optimized(), list[dict[int, Tensor]]()
+        for parameter in parameters:  # the name and the dtype are a number, which ranks can gather
+            states = self._states_of(parameter)
+            held.append({crc32(name.encode()) << 8 | _DTYPES.index(one.dtype): one for name, one in states})
+        own = sorted({kind for states in held for kind in states})
+        everyone = learner.gather([*own, *[-1] * (_ROOM - len(own))], learner.step)
+        kinds = sorted({kind for row in everyone for kind in row}.difference([-1]))
         codes = {crc32(name.encode()): name for name in names or ()}
         if kinds and (absent := set(codes).difference(kind >> 8 for kind in kinds)):
-            keeper = type(self._learner.optimizer).__name__
+            keeper = type(learner.optimizer).__name__
             raise ValueError(f"policy moments: {keeper} keeps no state {codes[min(absent)]!r}")
-        for kind in kinds:
-            if names is None or kind >> 8 in codes:
-                pairs, dtype = zip(parameters, held, strict=True), _DTYPES[kind & 255]
-                rows = [own[kind] if kind in own else torch.zeros_like(local(p), dtype=dtype) for p, own in pairs]
-                self._move(policy, rows)
-
-    def _kinds_of_all(self, kinds: list[int]) -> list[int]:
-        """The kinds of states that some learner has, from those of the learners held here. Collective."""
-        everyone = self._learner.gather([*kinds, *[-1] * (_ROOM - len(kinds))], self._learner.step)
-        return sorted({kind for row in everyone for kind in row}.difference([-1]))
+        for kind in kinds if names is None else [kind for kind in kinds if kind >> 8 in codes]:
+            pairs, dtype = zip(parameters, held, strict=True), _DTYPES[kind & 255]
+            self._move(policy, [of[kind] if kind in of else torch.zeros_like(local(p), dtype=dtype) for p, of in pairs])
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
@@ -237,11 +224,6 @@ class StateSync:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
         averaged = [buffer for model in self._learner.models for buffer in averaged_buffers(model).values()]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
-
-
-def _kind_of(name: str, state: Tensor) -> int:
-    """The name and the dtype of a state as a number, which ranks can gather."""
-    return crc32(name.encode()) << 8 | _DTYPES.index(state.dtype)
 
 
 def _states_kept(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> tuple[str, ...] | None:

@@ -30,5 +30,11 @@ def test_buffers_of_float64_are_averaged_and_late_ones_refused(found, policy, tr
         assert (error, stayed) == ("", False)
         torch.testing.assert_close(mean, torch.full((3,), -1.0, dtype=torch.float64))
     for error, _, stayed in (one[f"buffers {policy}", transport, True] for one in found):
-        assert error.count("buffers of learner 1 differ from learner 0's in names, sizes or dtypes") == 2
+        assert error.count("buffers differ in names, sizes or dtypes between learners") == 2
         assert stayed
+
+
+@pytest.mark.parametrize("transport", policy_ranks.TRANSPORTS)
+def test_ranks_that_are_pruned_apart_have_the_mean_of_both(found, transport):
+    for expected, average in (one["pruned", transport] for one in found):
+        torch.testing.assert_close(average, expected)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import ddpcore
 from ddpcore import DPSGD, LocalSGD, Policies
@@ -95,12 +96,26 @@ def buffers(rank: int, policy: str, transport: str, *, late: bool) -> tuple[str,
     return " ".join(errors), model.mean, torch.equal(before, model.linear.weight)
 
 
+def pruned(rank: int, transport: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of what two pruned ranks compute with, each with one weight left; and what their average has."""
+    model = nn.Linear(2, 1, bias=False)
+    connection = ddpcore.Connection(transport=transport, timeout=60.0)
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(), connection=connection)
+    prune.custom_from_mask(model, "weight", torch.eye(2)[rank][None])
+    first = model.weight_orig.detach().clone()
+    with torch.no_grad():
+        model.weight_orig.mul_(1 + rank)
+    average: Any = handle.evaluation_model()
+    return first * torch.tensor([0.5, 1.0]), (average.weight_orig * average.weight_mask).detach()
+
+
 def main() -> None:
     path, rank, _ = ranks.join()
     found: dict[Any, Any] = {}
     for transport in TRANSPORTS:
         for policy in POLICIES:
             found[policy, transport] = stateless(rank, policy, transport)
+        found["pruned", transport] = pruned(rank, transport)
         for policy in ("average", "gossip"):
             for late in (False, True):
                 found[f"buffers {policy}", transport, late] = buffers(rank, policy, transport, late=late)
