@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.distributed.averaging import averaged_buffers, check_shared, digest
-from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
@@ -185,7 +184,7 @@ class StateSync:
             else:
                 assert strategy.topology is not None
                 topology, step = strategy._mixing or strategy.topology, self._learner.step - 1
-                if dtype in KERNEL_DTYPES:
+                if dtype.itemsize < 8:  # one that kernels mix
                     comm.mix_(rows_LX, topology, step)
                 else:
                     rows_LX += comm.exchange(rows_LX, topology, step).differences(rows_LX)
