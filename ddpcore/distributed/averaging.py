@@ -1,14 +1,16 @@
 """A copy of the model with the average of all learners' weights, to evaluate or to save."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import compress
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ddpcore.comm.base import Communicator
@@ -28,7 +30,8 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     the copy has the floating-point and complex buffers of the (first) learner held here, else their average.
     """
     flat, model = learner.flat, learner.models[0]
-    views = flat.views_of(learner.average_of(learner.weights())[:1])
+    weights_LP = learner.weights()
+    views = flat.views_of(learner.average_of(weights_LP)[:1])
     averages = dict(zip(map(id, flat.parameters), views, strict=False))  # a parametrization may change names
     result = copy_of(model)
     for parameter, copied in zip(model.parameters(), result.parameters(), strict=True):
@@ -42,8 +45,11 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     ]
     for copied, own in compress(columns, _apart([own for _, own in columns], learner.comm)):
         copied.data = _mean_of(own, learner.average_of)
+    used = (_masks(one).items() if batch_norm == "local" else one.named_buffers() for one in learner.models)
+    check_shared(learner.gather([*map(digest, used)]))
+    _average_pruned(result, learner, dict(zip(map(id, flat.parameters), flat.views_of(weights_LP), strict=True)))
     if batch_norm != "local":
-        average_buffers(list(result.buffers()), learner.models, learner.average_of)
+        average_buffers(dict(result.named_buffers()), learner.models, learner.average_of)
         renew_singular_vectors(result)
     return result
 
@@ -73,7 +79,8 @@ class AveragedShards(nn.Module):
         self._averaged = {name: flat.shards.gradient(one, places[id(one)]) for name, one in named if id(one) in places}
         self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if batch_norm != "local":
-            average_buffers(list(self._held.values()), learner.models, learner.average_of)
+            check_shared(learner.gather([digest(model.named_buffers())]))
+            average_buffers(self._held, learner.models, learner.average_of)
             for buffer in filter(has_average, self._held.values()):  # each rank of a learner has seen its own samples
                 buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
         self.train(model.training)
@@ -134,11 +141,35 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return (parts * places).sum().remainder(2**52).double()
 
 
-def average_buffers(copies: Sequence[Tensor], models: Sequence[nn.Module], average: Average) -> None:
+def average_buffers(copies: Mapping[str, Tensor], models: Sequence[nn.Module], average: Average) -> None:
     """Overwrite copies of floating-point and complex buffers with their average over all learners' models."""
-    for buffer, *own in zip(copies, *(model.buffers() for model in models), strict=True):
-        if has_average(buffer):
-            buffer.data = _mean_of(own, average)
+    held = [averaged_buffers(model) for model in models]
+    for name in held[0]:
+        copies[name].data = _mean_of([one[name] for one in held], average)
+
+
+def _average_pruned(result: nn.Module, learner: Learner, weights: Mapping[int, Tensor]) -> None:
+    """Where masks of pruning differ, average what learners compute with, from trained weights by id. Collective."""
+    copied, *held = (_pruned(one) for one in (result, *learner.models))
+    columns = [[getattr(owner, f"{name}_mask") for owner, name in own] for own in zip(*held, strict=True)]
+    pruned = zip(copied, zip(*held, strict=True), columns, strict=True)
+    for (owner, name), own, masks in compress(pruned, _apart(columns, learner.comm)):
+        originals = [getattr(one, f"{name}_orig") for one, _ in own]
+        kept = [weights.get(id(one), one) * mask for one, mask in zip(originals, masks, strict=True)]
+        getattr(owner, f"{name}_orig").data = _mean_of(kept, learner.average_of)
+        getattr(owner, f"{name}_mask").data = _mean_of(masks, learner.average_of).ne(0).to(masks[0].dtype)
+
+
+def _pruned(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The modules of ``torch.nn.utils.prune``, and the names of their pruned parameters."""
+    hooks = ((module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return [(module, hook._tensor_name) for module, hook in hooks if isinstance(hook, BasePruningMethod)]
+
+
+def _masks(model: nn.Module) -> dict[str, Tensor]:
+    """The masks of pruning, by name. A mean of masks is none."""
+    masks = {id(getattr(owner, f"{name}_mask")) for owner, name in _pruned(model)}
+    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) in masks}
 
 
 def renew_singular_vectors(model: nn.Module) -> None:
@@ -166,6 +197,26 @@ def _is_unit(owner: nn.Module, prefix: str) -> bool:
 def has_average(buffer: Tensor) -> bool:
     """Whether a buffer is averaged: it holds real or complex numbers, and no counters or flags."""
     return buffer.is_floating_point() or buffer.is_complex()
+
+
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that have an average, by name."""
+    masks = _masks(model)
+    return {name: buffer for name, buffer in model.named_buffers() if has_average(buffer) and name not in masks}
+
+
+def digest(named: Iterable[tuple[str, Tensor]]) -> int:
+    """A number that differs where names, dtypes or sizes of buffers that have an average do."""
+    return crc32(repr([(name, one.dtype, tuple(one.shape)) for name, one in named if has_average(one)]).encode())
+
+
+def check_shared(digests: Iterable[Iterable[int]]) -> None:
+    """Raise RuntimeError if the digests of all learners' buffers differ."""
+    if len({number for row in digests for number in row}) > 1:
+        raise RuntimeError(
+            "buffers differ in names, sizes or dtypes between learners, or from those at distribute(): register them "
+            "before it, or on all learners alike, or keep each learner's own"
+        )
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ class Distributed:
         inner = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         model = copy_of(inner)
         if batch_norm != "local":
-            average_buffers(list(model.buffers()), [inner], self._average_of)
+            average_buffers(dict(model.named_buffers()), [inner], self._average_of)
         return model
 
     def _average_of(self, rows_LX: Tensor) -> Tensor:

@@ -370,6 +370,7 @@ class HookedDistributed(Distributed):
         if closure is None:
             self._join_average()
             self._check_complete()
+            self._state_sync.check_buffers(learner.step)
         self._watch.before_step(closure)
         if closure is None and strategy.traits.stays_identical and getattr(learner.optimizer, "process_group", None):
             check_divided(learner)
@@ -398,7 +399,7 @@ class HookedDistributed(Distributed):
                 self._state_sync.sync()
             self._state_sync.sync_moments()
         if (new := self.learner.comm.admit(self.learner.step)) is not None:  # a learner has asked to join
-            give_state(self.learner, new, self._state_sync.policies, self.state_dict)
+            give_state(self.learner, new, self._state_sync, self.state_dict)
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
         flat = self.learner.flat
         torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])

@@ -121,6 +121,12 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
     models = [model for state in states for model in (state["model"], *state["handle"]["learners"])]
     nearest = [learner * len(models) // handle.comm.num_learners for learner in handle.comm.learners]
     sources = nearest if weights == "nearest" else None
+    for name, mask in models[0].items() if sources is None else ():
+        is_mask = name.endswith("_mask") and f"{name[:-5]}_orig" in models[0]  # of torch.nn.utils.prune
+        if is_mask and not all(torch.equal(mask, model[name]) for model in models):
+            raise ValueError(
+                f"{name} of pruning differs between learners: load with weights='nearest', not the average"
+            )
     moved = [_moved([model[name] for model in models], sources, len(handle.models)) for name in models[0]]
     for model, values in zip(handle.models, zip(*moved, strict=True), strict=True):
         model.load_state_dict(dict(zip(models[0], values, strict=True)))

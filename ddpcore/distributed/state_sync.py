@@ -6,21 +6,25 @@ Shapes: L learners held by this process, X elements of one kind of state of a le
 import hashlib
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from ddpcore.distributed.averaging import has_average
+from ddpcore.distributed.averaging import averaged_buffers, check_shared, digest
+from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import scale_
 
 KEEP, GOSSIP, AVERAGE, RESET = "keep", "gossip", "average", "reset"
+_ROOM = 32  # kinds of states in one message
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +32,16 @@ class Policies:
     """What happens to other state in each step that averages weights or gradients. By default it does not change.
 
     ``keep``: each learner keeps its own. ``gossip``: averaged with the neighbours of that step, as the weights are.
-    ``average``: the mean over all learners, by their weights if they have some. ``reset``: the value at the start of
-    training. push_sum allows no ``gossip``, because its mixing is no average. ValueError: no such policy for a state.
+    ``average``: the mean over all learners, under ``LocalSGD`` and gossip by their weights. ``reset``: the value at the
+    start of training. push_sum allows no ``gossip``: its mixing is no average. ValueError: no such policy for a state.
 
     Attributes:
-        momentum: buffers of the optimizer in the shape of their parameter. ``reset`` zeroes step counts too.
+        momentum: buffers of the optimizer in the shape of their parameter. ``reset`` forgets step counts too.
         moments: a period for each of these buffers by name, instead of ``momentum``: ``{"exp_avg": 4, "exp_avg_sq":
             16}`` averages the first moment over all learners after every fourth step and the second after every
             sixteenth, whether or not these steps average the weights. With ``LocalSGD`` and an Adam this is DES-LOC
             (Iacob et al. 2025, arXiv:2505.22549); if all periods are equal, local Adam.
-        batch_norm: floating-point and complex buffers of the model.
+        batch_norm: floating-point and complex buffers of the model, without masks of pruning.
         rng: torch's generators: ``keep``, or ``reset`` (equal on all learners, by learner 0's first seed and the step).
     """
 
@@ -100,21 +104,33 @@ class StateSync:
         if policies.rng == RESET and not joins:
             own = torch.tensor([[torch.initial_seed() >> 1]] * len(learner.comm.learners), device="cpu")
             self._first_seed = int(learner.comm.gather(own.to(learner.flat.param_LP.device))[0])
+        optimizer, at_once = learner.optimizer, (FusedOptimizer, torch.optim.Adagrad)
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        # Whether a step creates the state that a parameter has not. Adagrad does so at once.
+        self._creates_states = not isinstance(optimizer, at_once) and (is_torchs or not optimizer.state)
+        self._step_checked, self._first_digest = -1, digest(averaged_buffers(learner.models[0]).items())
         self._first_buffers = [buffer.clone() for buffer in self._buffers()] if policies.batch_norm == RESET else []
+
+    def check_buffers(self, step: int) -> None:
+        """Refuse buffers that learners do not share, before this step changes weights. Collective where others wait."""
+        policy, traits = self.policies.batch_norm, self._strategy.traits
+        if policy == KEEP or self._step_checked == step or not self._strategy.plan(step).weights:
+            return
+        learner, self._step_checked = self._learner, step
+        own = [digest(averaged_buffers(model).items()) for model in learner.models]
+        first = [self._first_digest] if policy == RESET else []
+        check_shared([*(learner.gather(own, step) if traits.waits else [own]), first])
 
     @torch.no_grad()
     def sync(self) -> None:
         """Apply the policies. It is called after each step that averages weights or gradients."""
         policies = self.policies
+        self.check_buffers(self._learner.step - 1)  # a closure may have changed them after the check before the step
         if policies.momentum == RESET:
             for parameter in self._optimized():
-                for _, value in self._states_of(parameter):
-                    value.zero_()
-                if isinstance(count := self._learner.optimizer.state.get(parameter, {}).get("step"), Tensor):
-                    count.zero_()
+                self.forget(parameter)
         elif policies.momentum != KEEP:
-            for name in sorted({name for p in self._optimized() for name, _ in self._states_of(p)}):
-                self._move_state(name, policies.momentum)
+            self._move_states(policies.momentum)
         if policies.batch_norm == RESET:
             for buffer, first in zip(self._buffers(), self._first_buffers, strict=True):
                 buffer.copy_(first)
@@ -127,9 +143,20 @@ class StateSync:
     @torch.no_grad()
     def sync_moments(self) -> None:
         """Average the states whose period ends with this step. It is called after each step."""
-        for name, period in self.policies.moments.items():
-            if self._learner.step % period == 0:
-                self._move_state(name, AVERAGE)
+        if due := [name for name, period in self.policies.moments.items() if self._learner.step % period == 0]:
+            self._move_states(AVERAGE, due)
+
+    def forget(self, parameter: Tensor, *, shares_count: bool = False) -> None:
+        """Set the optimizer's state of a parameter to that at the start, but for a count that others go on to need."""
+        optimizer = self._learner.optimizer
+        if self._creates_states:
+            optimizer.state.pop(parameter, None)
+            return
+        first = optimizer.defaults["initial_accumulator_value"] if isinstance(optimizer, torch.optim.Adagrad) else 0
+        for _, value in self._states_of(parameter):
+            value.fill_(first)
+        if isinstance(count := optimizer.state.get(parameter, {}).get("step"), Tensor) and not shares_count:
+            count.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values at the start of training, which ``reset`` needs after a run is resumed."""
@@ -156,18 +183,30 @@ class StateSync:
                 comm.average_(rows_LX, self._learner.step - 1).wait()
             else:
                 assert strategy.topology is not None
-                comm.mix_(rows_LX, strategy._mixing or strategy.topology, self._learner.step - 1)
+                topology, step = strategy._mixing or strategy.topology, self._learner.step - 1
+                if dtype.itemsize < 8:  # one that kernels mix
+                    comm.mix_(rows_LX, topology, step)
+                else:
+                    rows_LX += comm.exchange(rows_LX, topology, step).differences(rows_LX)
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
             torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
-    def _move_state(self, name: str, policy: str) -> None:
-        """Average a state of all parameters. A missing one counts as zero, so that all ranks send equal rows."""
-        parameters = self._optimized()
-        found = [dict(self._states_of(parameter)).get(name) for parameter in parameters]
-        if (dtype := next((value.dtype for value in found if value is not None), None)) is None:
-            raise ValueError(f"policy moments: {type(self._learner.optimizer).__name__} keeps no state {name!r}")
-        pairs = zip(parameters, found, strict=True)
-        self._move(policy, [torch.zeros_like(local(p), dtype=dtype) if value is None else value for p, value in pairs])
+    def _move_states(self, policy: str, names: Sequence[str] | None = None) -> None:
+        """Average all states, or those of some names. A learner that has none yet takes part with zeros. Collective."""
+        learner, parameters, held = self._learner, self._optimized(), list[dict[int, Tensor]]()
+        for parameter in parameters:  # the name and the dtype are a number, which ranks can gather
+            states = self._states_of(parameter)
+            held.append({crc32(name.encode()) << 8 | _DTYPES.index(one.dtype): one for name, one in states})
+        own = sorted({kind for states in held for kind in states})
+        everyone = learner.gather([*own, *[-1] * (_ROOM - len(own))], learner.step)
+        kinds = sorted({kind for row in everyone for kind in row}.difference([-1]))
+        codes = {crc32(name.encode()): name for name in names or ()}
+        if kinds and (absent := set(codes).difference(kind >> 8 for kind in kinds)):
+            keeper = type(learner.optimizer).__name__
+            raise ValueError(f"policy moments: {keeper} keeps no state {codes[min(absent)]!r}")
+        for kind in kinds if names is None else [kind for kind in kinds if kind >> 8 in codes]:
+            pairs, dtype = zip(parameters, held, strict=True), _DTYPES[kind & 255]
+            self._move(policy, [of[kind] if kind in of else torch.zeros_like(local(p), dtype=dtype) for p, of in pairs])
 
     def _states_of(self, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
         """The states of a parameter that have its shape. fp32 master weights are not a state."""
@@ -176,12 +215,13 @@ class StateSync:
                 yield name, local(value)
 
     def _optimized(self) -> list[Tensor]:
-        members = {id(parameter) for group in self._learner.optimizer.param_groups for parameter in group["params"]}
-        return [p for model in self._learner.models for p in model.parameters() if id(p) in members]
+        """As many for each learner: of those that were frozen from the start, the optimizer has learner 0's alone."""
+        learner = self._learner
+        return [p for model in learner.models for p in model.parameters() if id(p) in learner.flat.index]
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
-        averaged = [buffer for model in self._learner.models for buffer in model.buffers() if has_average(buffer)]
+        averaged = [buffer for model in self._learner.models for buffer in averaged_buffers(model).values()]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
 
 
@@ -210,11 +250,11 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def give_state(learner: Learner, new: int, policies: Policies, handle_state: Callable[[], dict[str, Any]]) -> None:
+def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
     comm, optimizer = learner.comm, learner.optimizer
     # It begins without momentum if each learner keeps its own, or resets it.
-    takes_momentum = policies.momentum not in (KEEP, RESET)
+    takes_momentum = sync.policies.momentum not in (KEEP, RESET)
 
     def packed() -> Tensor:
         """The state as bytes, uint8 ``[x]``."""
@@ -232,9 +272,12 @@ def give_state(learner: Learner, new: int, policies: Policies, handle_state: Cal
     pairs += zip(*(model.buffers() for model in models), strict=True)
     for own, theirs in pairs:
         own.data.copy_(theirs.data)
+        if not takes_momentum:
+            sync.forget(own, shares_count=isinstance(optimizer, FusedOptimizer))
+            continue
         for name, value in optimizer.state.get(own, {}).items():
             if isinstance(value, Tensor) and value.shape == own.shape:
-                value.copy_(optimizer.state[theirs][name]) if takes_momentum else value.zero_()
+                value.copy_(optimizer.state[theirs][name])
 
 
 def received_state(learner: Learner) -> dict[str, Any]:

@@ -152,6 +152,13 @@ class Learner:
             result_LP[row] = rows_LP[row]
         return result_LP
 
+    def gather(self, numbers: Sequence[int], step: int | None = None) -> list[list[int]]:
+        """Whole numbers of each learner, which those held here share. Collective."""
+        if self.comm.transport == "virtual" and self.comm.membership is None:  # without a wait for the device
+            return [[*numbers]] * self.comm.num_learners
+        row = torch.tensor([numbers], dtype=torch.int64, device=self.flat.param_LP.device)
+        return self.comm.gather(row.repeat(self.flat.num_rows, 1), step).tolist()
+
     @torch.no_grad()
     def average_of(self, weights_LX: Tensor) -> Tensor:
         """Return ``[L, X]``, each row the average over all n learners of their weights or some columns. Collective."""

@@ -82,7 +82,7 @@ def test_no_later_operation_has_a_rank_that_died(trial: Trial, real: dict[str, l
 
 def test_one_rank_says_what_was_lost(real: dict[str, list[Any]]) -> None:
     left = living(Trial("awc_ring", 4, ((2, 9, False),)), real)
-    said = "ddpcore: learner 2 is gone, and what it held is lost: 3 learners go on from step 4, operation 9: [0, 1, 3]"
+    said = "ddpcore: learner 2 is gone, and what it held is lost: 3 learners go on from step 2, operation 9: [0, 1, 3]"
     assert [one.said for one in left.values()] == [[said], [], []]
 
 

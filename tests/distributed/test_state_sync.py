@@ -12,8 +12,9 @@ from torch import nn
 
 import ddpcore
 from ddpcore import DPSGD, SSGD, LocalSGD, OnePeerExponential, Policies, PushSum, Ring
+from ddpcore.comm.membership import Change
 from ddpcore.distributed.state_sync import scales_inside
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import training
 
 N = 4
@@ -35,8 +36,12 @@ def step(handle: Any, optimizer: Any, seed: int) -> None:
 
 
 def states(handle: Any, optimizer: Any, name: str) -> torch.Tensor:
-    learners = [[optimizer.state[p][name].flatten() for p in model.parameters()] for model in handle.models]
-    return torch.stack([torch.cat(tensors) for tensors in learners])
+    """``[N, elements]``: a state of all learners. One that an optimizer has not created yet is zero here."""
+
+    def state_of(parameter: torch.Tensor) -> torch.Tensor:
+        return optimizer.state[parameter].get(name, torch.zeros_like(parameter)).flatten()
+
+    return torch.stack([torch.cat([*map(state_of, model.parameters())]) for model in handle.models])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedSGD])
@@ -91,42 +96,120 @@ def test_momentum_of_adam() -> None:
         step(handle, optimizer, 0)
         step(handle, optimizer, 1)
         seen[policy] = [states(handle, optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
-        counts = {int(state["step"]) for state in optimizer.state.values()}
+        counts = {int(state.get("step", 0)) for state in optimizer.state.values()}
         assert counts == ({0} if policy == "reset" else {2})
     for kept, averaged, forgotten in zip(*seen.values(), strict=True):
         torch.testing.assert_close(averaged, kept.mean(0).expand_as(kept), rtol=1e-5, atol=1e-9)
         assert not forgotten.any()
 
 
+def rule(kind: Any, **options: Any) -> Any:
+    return lambda parameters: kind(parameters, lr=0.05, **options)
+
+
+RULES = {
+    "Rprop": rule(torch.optim.Rprop),
+    "Adagrad": rule(torch.optim.Adagrad, initial_accumulator_value=1.0, lr_decay=0.5),
+    "NAdam": rule(torch.optim.NAdam),
+    "SGD": rule(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "Adam": rule(torch.optim.Adam, amsgrad=True),
+    "FusedSGD": rule(FusedSGD, momentum=0.9, dampening=0.5),
+    "FusedAdamW": rule(FusedAdamW),
+}
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_reset_is_a_new_optimizer(make: Any) -> None:
+    """Against two plain models that get one after each average: the first state is not zero in all rules of torch."""
+    model = nn.Linear(3, 1)
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    optimizer = make(model.parameters())
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(2), learners=2, policies=Policies(momentum="reset"))
+    inputs = torch.randn(6, 2, 4, 3)
+    for step, both in enumerate(inputs):
+        optimizer.zero_grad()
+        handle.model(both).square().mean(dim=(1, 2)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0:
+            own = [make(one.parameters()) for one in alone]
+        for one, plain, batch in zip(alone, own, both, strict=True):
+            plain.zero_grad()
+            one(batch).square().mean().backward()
+            plain.step()
+        for pair in zip(*(one.parameters() for one in alone), strict=True) if step % 2 else ():
+            mean = torch.stack([*pair]).mean(0).detach()
+            for parameter in pair:
+                parameter.data.copy_(mean)
+    for found, expected in zip(handle.models[1].parameters(), alone[1].parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_virtual_learner_that_joins_begins_as_a_new_optimizer() -> None:
+    """As a rank that joins. A step size of zero, which Rprop had, is not its first one."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.05)
+    connection = ddpcore.Connection(on_failure="shrink")
+    handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=3, connection=connection)
+    handle.lose(2)
+    comm: Any = handle.comm
+    for number in range(3):
+        optimizer.zero_grad()
+        handle.model(torch.randn(3, 4, 3)).square().sum().backward()
+        if number == 1:
+            handle.play([Change(operation=comm.num_operations, step=None, members=(0, 1, 2), joined=(2,))])
+            optimizer.step()
+            assert comm.membership.members == (0, 1, 2)
+            assert not optimizer.state.get(handle.models[2].weight)
+        else:
+            optimizer.step()
+    assert torch.equal(optimizer.state[handle.models[2].weight]["step_size"], torch.full((1, 3), 0.05))
+
+
 class Phases(nn.Module):
     """A linear layer with a complex buffer, which each learner rotates by its own input."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3)
-        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
+        self.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j], dtype=dtype))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.linear(inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("policy", ["average", "gossip", "reset"])
-def test_complex_buffers(policy: str) -> None:
-    """They are averaged, mixed and reset as the others are, real and imaginary part."""
+def test_complex_buffers(policy: str, dtype: torch.dtype) -> None:
+    """They are averaged, mixed and reset as the others are, real and imaginary part, also in float64."""
     torch.manual_seed(3)
-    model = Phases()
+    model = Phases(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=N, policies=Policies(batch_norm=policy))
     first = model.phases.clone()
-    own = torch.randn(N, 2, dtype=torch.complex64)
+    own = torch.randn(N, 2, dtype=dtype)
     for one, phases in zip(handle.models, own, strict=True):
         one.phases.copy_(phases)
     mean = handle.evaluation_model().phases
     torch.testing.assert_close(mean, own.mean(0))
     step(handle, optimizer, 0)
-    mixed = (torch.from_numpy(Ring().matrix(0, N)).to(torch.complex64) @ own) if policy == "gossip" else None
+    mixed = (torch.from_numpy(Ring().matrix(0, N)).to(dtype) @ own) if policy == "gossip" else None
     expected = {"average": own.mean(0).expand(N, 2), "reset": first.expand(N, 2)}.get(policy, mixed)
     torch.testing.assert_close(training.rows_of(handle, "phases"), expected)
+
+
+@pytest.mark.parametrize("policies", [Policies(momentum="average"), Policies(moments={"momentum_buffer": 1})])
+def test_frozen_parameters_in_the_optimizer(policies: Policies) -> None:
+    """Learner 0 alone has them there. Its momentum was averaged with that of other weights."""
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(1), learners=2, policies=policies)
+    inputs = torch.randn(2, 4, 3)
+    handle.model(inputs).square().sum().backward()
+    mean = torch.stack([one[1].weight.grad for one in handle.models]).mean(0)
+    optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(optimizer.state[one[1].weight]["momentum_buffer"], mean)
 
 
 def test_policies_act_only_in_steps_that_average() -> None:
@@ -193,6 +276,79 @@ def test_batch_norm() -> None:
     mixed = torch.from_numpy(Ring().matrix(0, N)) @ kept.double()
     torch.testing.assert_close(seen["gossip"].double(), mixed, rtol=1e-5, atol=1e-7)
     assert not seen["reset"].any()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"), [(lambda: SSGD(weights=SHARES), (1.0,) * N), (lambda: LocalSGD(1, weights=SHARES), SHARES)]
+)
+def test_averages_of_buffers_have_the_weights_of_local_sgd_alone(strategy: Any, shares: Any) -> None:
+    seen = {}
+    for policy in ("keep", "average"):
+        _, optimizer, handle = make(strategy(), Policies(batch_norm=policy))
+        step(handle, optimizer, 0)
+        seen[policy] = training.rows_of(handle, "1.running_mean")
+    mean = (torch.tensor(shares)[:, None] * seen["keep"]).sum(0) / sum(shares)
+    torch.testing.assert_close(seen["average"], mean.expand_as(seen["keep"]))
+
+
+class Late(nn.Module):
+    """A layer that has a buffer after it saw a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.max() > 0 and not hasattr(self, "seen"):
+            self.register_buffer("seen", inputs.mean(0))
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "inputs", "message"),
+    [
+        ("average", (1.0, -1.0), "buffers differ in names, sizes or dtypes between"),
+        ("gossip", (1.0, -1.0), "buffers differ"),
+        ("average", (1.0, 3.0), None),
+        ("reset", (1.0, 1.0), "or from those at distribute"),
+        ("keep", (1.0, -1.0), None),
+    ],
+)
+def test_buffers_that_come_late(policy: str, inputs: Any, message: str | None, *, with_closure: bool) -> None:
+    """Those of all learners are averaged. Other lists are refused: elements of two learners' buffers were mixed."""
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = LocalSGD(1, topology=Ring()) if with_closure else DPSGD(Ring())
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2, policies=Policies(batch_norm=policy))
+    before = model.linear.weight.detach().clone()
+
+    def closure() -> torch.Tensor:
+        losses = [one(torch.full((2, 5), value)).mean() for one, value in zip(handle.models, inputs, strict=True)]
+        handle.backward(losses)
+        return losses[0]
+
+    def train() -> None:
+        if not with_closure:
+            closure()
+        optimizer.step(closure if with_closure else None)
+
+    if message is None:
+        train()
+        assert policy == "keep" or all(torch.equal(one.seen, torch.full((5,), 2.0)) for one in handle.models)
+        return
+    with pytest.raises(RuntimeError, match=message) as raised:
+        train()
+    assert len(str(raised.value)) < 300
+    assert with_closure or torch.equal(before, model.linear.weight)
+
+
+def test_an_average_of_buffers_that_differ_is_refused() -> None:
+    handle = ddpcore.distribute(model := Late(), torch.optim.SGD(model.parameters(), lr=0.1), SSGD(), learners=2)
+    handle.models[1](torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match="buffers differ"):
+        handle.evaluation_model()
+    handle.evaluation_model(batch_norm="local")
 
 
 def test_rng() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import ddpcore
 from helpers.connection import connected
@@ -116,12 +117,10 @@ class Run:
         own = [parameter.detach().clone() for parameter in self._trained()]
         if len(self.models) > 1:
             own = [torch.stack(rows).detach() for rows in zip(*map(self._trained_of, self.models), strict=True)]
-        if self.handle is not None:
-            mean = [parameter.detach() for parameter in self.handle.evaluation_model().parameters()]
-            pairs = zip(mean, self.inner.parameters(), strict=True)
-            mean = [one for one, parameter in pairs if id(parameter) in self._members]
-        else:
-            mean = [one.clone() for one in own]
+        source = self.inner if self.handle is None else self.handle.evaluation_model()
+        pairs = zip(_used(source), self.inner.parameters(), strict=True)
+        mean = [one for one, parameter in pairs if id(parameter) in self._members]
+        if self.handle is None:
             self._average(mean)
         return [*own, *self.tensors], mean
 
@@ -148,6 +147,15 @@ class Run:
         mean = (flat / dist.get_world_size()).split([tensor.numel() for tensor in tensors])
         for tensor, values in zip(tensors, mean, strict=True):
             tensor.copy_(values.view_as(tensor))
+
+
+def _used(model: nn.Module) -> list[Tensor]:
+    """Copies of the parameters, without what ``torch.nn.utils.prune`` masks: a mean is that of these."""
+    hooks = [(module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    pruned = [(one, hook._tensor_name) for one, hook in hooks if isinstance(hook, prune.BasePruningMethod)]
+    masks = {id(getattr(one, f"{name}_orig")): getattr(one, f"{name}_mask") for one, name in pruned}
+    values = [(parameter.detach().clone(), masks.get(id(parameter))) for parameter in model.parameters()]
+    return [value if mask is None else value * mask for value, mask in values]
 
 
 @dataclass(frozen=True)
