@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state, replaced, run_state
+from ddpcore.distributed.saved import Lent, load_run_state, run_state
 from ddpcore.options.extras import extra
 from ddpcore.storage.serialization import pack, unpack
 from ddpcore.strategies.base import Strategy
@@ -41,21 +41,13 @@ class _Steps(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _averaged(name: str) -> Callable[..., Any]:
-    """A step of ``DDPStrategy`` in which the module has the averaged weights."""
-
-    def step(self: GossipStrategy, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._average is None else replaced(self.lightning_module, self._average.module):
-            return getattr(super(GossipStrategy, self), name)(*args, **kwargs)
-
-    return step
-
-
 class GossipStrategy(DDPStrategy):
     """Ranks as in Lightning's DDP, whose learners average as a strategy of ddpcore says.
 
-    Validation, tests and predictions use the averaged model. So does a checkpoint, so any strategy can load it. It has
-    the state of each rank too, for a resumed run with the same bits, and rank 0 needs memory for all of these.
+    Validation, tests and predictions use the averaged model, after the hook ``on_validation_start`` and its like: there
+    callbacks and module still have the learner's weights. A checkpoint has the averaged model, so any strategy can load
+    it, and the state of each rank too, for a resumed run with the same bits. Rank 0 needs memory for all of these. A
+    module that this trainer has not trained is evaluated and saved as it is.
 
     Args:
         strategy: such as ``DPSGD()``, or its name. ``Trainer(strategy="ddpcore-dpsgd")`` works too.
@@ -72,7 +64,7 @@ class GossipStrategy(DDPStrategy):
         self._gossip = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
         if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        self._options, self._average = options or {}, cast(Any, None)
+        self._options, self._lent = options or {}, cast("Lent | None", None)
         self.handle: Distributed | None = None
 
     @property
@@ -87,7 +79,7 @@ class GossipStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
-        if fits or self.handle is None or self.accelerator is None:
+        if fits or not self._is_trained() or self.accelerator is None:
             super().setup(trainer)
         else:
             self.accelerator.setup(trainer)  # and no more: DDPStrategy would give rank 0's weights to all learners
@@ -115,23 +107,57 @@ class GossipStrategy(DDPStrategy):
         optimizer.step(**kwargs)
         return result
 
-    def _take_average(self) -> None:
-        with torch.inference_mode(False):
-            self._average = None if self.handle is None else self.handle.evaluation_model()
+    def _is_trained(self) -> bool:
+        """Whether the trainer's module is the one that learners train: another one is evaluated and saved as it is."""
+        return self.handle is not None and cast(Any, self.handle.models[0]).module is self.lightning_module
 
-    on_validation_start = on_test_start = on_predict_start = _take_average
-    validation_step, test_step, predict_step = map(_averaged, ("validation_step", "test_step", "predict_step"))
+    def _lend(self) -> None:
+        self._give_back()
+        self._lent = Lent(self.handle) if self.handle is not None and self._is_trained() else None
+
+    def _give_back(self) -> None:
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.swap()
+
+    on_validation_start = on_test_start = on_predict_start = _lend
+    on_validation_end = on_test_end = on_predict_end = _give_back
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._give_back()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._give_back()
+        super().teardown()
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """A context in which the module has its learner's weights, also in an evaluation."""
+        lent = self._lent
+        if lent is not None:
+            lent.swap()
+        try:
+            yield
+        finally:
+            if lent is not None:
+                lent.swap()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._take_average()
-        return super().lightning_module_state_dict() if self._average is None else self._average.module.state_dict()
+        if self.handle is None or not self._is_trained():
+            return super().lightning_module_state_dict()
+        with self._own_weights(), torch.inference_mode(False):
+            return cast(Any, self.handle.evaluation_model()).module.state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.handle is not None and "optimizer_states" in checkpoint:
+        if self.handle is not None and "optimizer_states" in checkpoint and self._is_trained():
             states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-            dist.gather_object(pack(run_state(self.handle)), states)
+            with self._own_weights():
+                dist.gather_object(pack(run_state(self.handle)), states)
             checkpoint[KEY] = states
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -145,7 +171,7 @@ class GossipStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING and self._is_trained():
             self.handle = None  # the file's averaged model is evaluated, and no learner any more
 
 

@@ -1,5 +1,6 @@
 """``GossipTrainer``: a ``Trainer`` of transformers that trains with ``ddpcore.distribute``."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -63,9 +64,7 @@ class GossipTrainer(Trainer):
 
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if (average := self._average()) is None:
-            return super().evaluation_loop(*args, **kwargs)
-        with replaced(self.model, average):
+        with nullcontext() if self.handle is None else replaced(self.handle):
             return super().evaluation_loop(*args, **kwargs)
 
     @override

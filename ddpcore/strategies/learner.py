@@ -96,6 +96,7 @@ class Learner:
     #: of the loss of each learner held here, if averages count samples; one number for one learner
     num_samples: int | Sequence[int] | None = None
     hooks_paused: bool = False  #: whether forward passes call no strategy and no observer, as in passes of diagnostics
+    lent: bool = False  #: whether the models have averages in the place of their weights, which the flat buffer keeps
     shares: Tensor | None = None  #: float64 ``[n]``, the weight of each learner in averages; None for equal weights
     share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
     #: the weights that peers change at any time, if they are not the models' weights; else None

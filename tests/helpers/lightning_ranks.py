@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpcore import LocalSGD
+from ddpcore.distributed.saved import run_state
 from ddpcore.integrations.lightning import GossipStrategy
 from ddpcore.optim import FusedSGD
 from helpers import ranks
@@ -58,7 +59,7 @@ def loader() -> DataLoader:
 
 def fit(folder: Path, strategy: Any, epochs: int, resume: Any = None, make: Any = None, **more: Any) -> Any:
     lightning.seed_everything(7 + int(os.environ.get("RANK", 0)), verbose=False)
-    module = Classifier(make)
+    module = more.pop("module", None) or Classifier(make)
     module.automatic_optimization = more.pop("automatic", True)
     trainer = lightning.Trainer(
         max_epochs=epochs,
@@ -74,6 +75,35 @@ def fit(folder: Path, strategy: Any, epochs: int, resume: Any = None, make: Any 
     )
     trainer.fit(module, loader(), loader(), ckpt_path=resume)
     return trainer, module
+
+
+class Observed(Classifier):
+    """Computes with its weights in many places of an evaluation, and counts samples in a buffer."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0.0))
+        self.fails, self.counts, self.distances = fails, [], []
+        self.listed = list(self.net.parameters())
+        self.found: dict[str, list[torch.Tensor]] = {"list": [], "hook": [], "buffer": []}
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        super().validation_step(batch, index)
+        self.count += len(batch[0])
+        self.found["list"].append(torch.cat([one.detach().reshape(-1) for one in self.listed]))
+        self.found["buffer"].append(self.net[1].running_mean.clone())
+        if self.fails:
+            raise ValueError("a failing validation")
+
+    def on_validation_epoch_end(self) -> None:
+        self.found["hook"].append(flat(self))
+        self.distances.append(self.trainer.strategy.handle.consensus_distance())
+        self.state = refused(lambda: run_state(self.trainer.strategy.handle))
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "observed.ckpt")
+        self.counts.append(self.count.item())
+        self.count.zero_()
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
 
 def refused(call: Any) -> str:
@@ -97,6 +127,7 @@ def check(folder: Path) -> dict[str, Any]:
     for precision in ("bf16-mixed",):  # without clipping, which Lightning refuses for optimizers that unscale
         _, module = fit(folder, "ddpcore-dpsgd", 1, precision=precision, accumulate_grad_batches=2)
         found[precision] = module.losses
+    found["evaluations"] = evaluations(folder)
     found["moves"] = moves(folder)
     found["refused"] = refusals(folder)
     return found
@@ -135,8 +166,37 @@ def resumed(folder: Path, make: Any) -> dict[str, Any]:
 
 def loaded(path: str) -> Classifier:
     module = Classifier()
-    module.load_state_dict(torch.load(path, weights_only=False)["state_dict"])
+    module.load_state_dict(torch.load(path, weights_only=False)["state_dict"], strict=False)
     return module
+
+
+def evaluations(folder: Path) -> dict[str, Any]:
+    """Evaluations of the trained module, which has other weights on each rank, and of others."""
+    lightning.seed_everything(7, verbose=False)
+    module, failing, other = Observed(), Observed(fails=True), Classifier()
+    trainer, _ = fit(folder, GossipStrategy(LocalSGD(period=100)), 2, module=module)
+    average, before, handle = trainer.strategy.handle.evaluation_model().module, flat(module), trainer.strategy.handle
+    strategy = GossipStrategy(LocalSGD(period=100))
+    error = refused(lambda: fit(folder, strategy, 1, module=failing))
+    found = {
+        "averages": (flat(average), average.net[1].running_mean),
+        "found": {name: values[-1] for name, values in module.found.items()},
+        "file": flat(loaded(str(folder / "observed.ckpt"))),
+        "counts": list(module.counts),
+        "distances": (module.distances[-1], handle.consensus_distance()),
+        "error": error,
+        "failed": (flat(failing), flat(strategy.handle.evaluation_model().module)),
+        "state": module.state,
+    }
+    trainer.test(module, loader(), verbose=False)
+    found["unchanged"] = torch.equal(before, flat(module))
+    initial = flat(other)
+    trainer.test(other, loader(), verbose=False)
+    trainer.save_checkpoint(folder / "other.ckpt")
+    found["other"] = (initial, other.seen[-1], flat(other), flat(loaded(str(folder / "other.ckpt"))))
+    trainer.test(module, loader(), verbose=False)
+    found["again"] = module.seen[-1]
+    return found
 
 
 def moves(folder: Path) -> dict[str, Any]:

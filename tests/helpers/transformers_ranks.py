@@ -20,8 +20,22 @@ from ddpcore.integrations.transformers import GossipTrainer
 from helpers import ranks
 
 SMALL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+class Counting(BertForSequenceClassification):
+    """Counts the samples that it has evaluated."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.tensor(0), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        self.seen += 0 if self.training else len(input_ids)
+        return super().forward(input_ids, labels=labels, **more)
+
+
 MODELS: dict[str, Any] = {
-    "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=32, **SMALL_BERT)),
+    "bert": lambda: Counting(BertConfig(vocab_size=32, **SMALL_BERT)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
 }
 
@@ -137,6 +151,7 @@ def check(folder: Path) -> dict[str, Any]:
         "losses": (losses, again),
         "saved": (average, flat(saved)),
         "unchanged": torch.equal(before, flat(whole.model)),
+        "counted": whole.model.seen.item(),
         "evaluated": (evaluated, plain.evaluate()["eval_loss"]),
         "distance": whole.handle.consensus_distance(),
     }

@@ -64,6 +64,25 @@ def test_the_averaged_model_is_validated_tested_and_saved(both: list[dict[str, A
     assert torch.allclose((gossip[0]["whole"] + gossip[1]["whole"]) / 2, gossip[0]["average"], atol=1e-7)
 
 
+def test_hooks_lists_and_buffers_of_an_evaluation_have_the_average(both: list[dict[str, Any]]) -> None:
+    """A checkpoint in the evaluation and an error in it leave each learner its own weights."""
+    for found in (one["evaluations"] for one in both):
+        weights, means = found["averages"]
+        assert torch.equal(found["found"]["list"], weights) and torch.equal(found["found"]["hook"], weights)
+        assert torch.equal(found["found"]["buffer"], means) and torch.equal(found["file"], weights)
+        assert found["counts"] == [48, 48], "of 96 samples on two ranks, and a hook resets it"
+        assert found["distances"][0] == found["distances"][1] > 1e-4
+        assert found["unchanged"]
+        assert found["error"] == "a failing validation" and not torch.equal(*found["failed"])
+        assert found["state"].endswith("while it is evaluated: save the state after the evaluation")
+
+
+def test_another_module_is_evaluated_and_saved_as_it_is(both: list[dict[str, Any]]) -> None:
+    for found in (one["evaluations"] for one in both):
+        assert all(torch.equal(found["other"][0], one) for one in found["other"][1:])
+        assert torch.equal(found["again"], found["averages"][0])
+
+
 def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
     for found in both:
         gossip, back = found["moves"]["losses"]

@@ -54,7 +54,7 @@ def test_the_averaged_model_is_evaluated_and_saved(both: list[dict[str, Any]]) -
     for found in both:
         run = found["dpsgd"]
         assert torch.equal(*run["saved"]) and run["unchanged"] and run["distance"] > 1e-4
-        assert run["evaluated"][0] == run["evaluated"][1]
+        assert run["evaluated"][0] == run["evaluated"][1] and run["counted"] == 32, "of 64 samples on two ranks"
     assert both[0]["dpsgd"]["evaluated"] == both[1]["dpsgd"]["evaluated"]
 
 
