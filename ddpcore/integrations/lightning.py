@@ -21,12 +21,13 @@ from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 with extra("lightning"):
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 
-KEY = "ddpcore"  # of a checkpoint: the states of all ranks
+KEY, TRAINERS = "ddpcore", "ddpcore_trainers"  # of a checkpoint: the states of all ranks, and of their trainers
 
 
 class _Steps(nn.Module):
@@ -155,11 +156,21 @@ class GossipStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint and self._is_trained():
+            own = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+            own = move_data_to_device({} if self.is_global_zero else own, torch.device("cpu"))  # rank 0's is the file
             states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
             with self._own_weights():
-                dist.gather_object(pack(run_state(self.handle)), states)
-            checkpoint[KEY] = states
+                dist.gather_object((pack(run_state(self.handle)), own), states)
+            if states is not None:
+                checkpoint[KEY], checkpoint[TRAINERS] = ([one[part] for one in states] for part in (0, 1))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of as many ranks: with this rank's callbacks, schedulers, loops and gradient scaler, which may differ."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        trainers = checkpoint.pop(TRAINERS, ())
+        return checkpoint | (trainers[self.global_rank] if len(trainers) == self.world_size else {})
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpcore import LocalSGD
 from ddpcore.distributed.saved import run_state
 from ddpcore.integrations.lightning import GossipStrategy
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import ranks
 
 
@@ -59,7 +61,7 @@ def loader() -> DataLoader:
 
 def fit(folder: Path, strategy: Any, epochs: int, resume: Any = None, make: Any = None, **more: Any) -> Any:
     lightning.seed_everything(7 + int(os.environ.get("RANK", 0)), verbose=False)
-    module = more.pop("module", None) or Classifier(make)
+    module = more.pop("module", partial(Classifier, make))()
     module.automatic_optimization = more.pop("automatic", True)
     trainer = lightning.Trainer(
         max_epochs=epochs,
@@ -128,6 +130,7 @@ def check(folder: Path) -> dict[str, Any]:
         _, module = fit(folder, "ddpcore-dpsgd", 1, precision=precision, accumulate_grad_batches=2)
         found[precision] = module.losses
     found["evaluations"] = evaluations(folder)
+    found["trainers"] = trainers(folder)
     found["moves"] = moves(folder)
     found["refused"] = refusals(folder)
     return found
@@ -174,10 +177,10 @@ def evaluations(folder: Path) -> dict[str, Any]:
     """Evaluations of the trained module, which has other weights on each rank, and of others."""
     lightning.seed_everything(7, verbose=False)
     module, failing, other = Observed(), Observed(fails=True), Classifier()
-    trainer, _ = fit(folder, GossipStrategy(LocalSGD(period=100)), 2, module=module)
+    trainer, _ = fit(folder, GossipStrategy(LocalSGD(period=100)), 2, module=lambda: module)
     average, before, handle = trainer.strategy.handle.evaluation_model().module, flat(module), trainer.strategy.handle
     strategy = GossipStrategy(LocalSGD(period=100))
-    error = refused(lambda: fit(folder, strategy, 1, module=failing))
+    error = refused(lambda: fit(folder, strategy, 1, module=lambda: failing))
     found = {
         "averages": (flat(average), average.net[1].running_mean),
         "found": {name: values[-1] for name, values in module.found.items()},
@@ -196,6 +199,52 @@ def evaluations(folder: Path) -> dict[str, Any]:
     found["other"] = (initial, other.seen[-1], flat(other), flat(loaded(str(folder / "other.ckpt"))))
     trainer.test(module, loader(), verbose=False)
     found["again"] = module.seen[-1]
+    return found
+
+
+class Uneven(Classifier):
+    """Rank 1 has larger losses, so the states of its trainer differ from those of rank 0."""
+
+    def __init__(self, has_scheduler: bool) -> None:
+        super().__init__()
+        self.has_scheduler = has_scheduler
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index) * (1000.0 if self.global_rank else 1.0)
+        self.log("own", float(self.global_step if self.global_rank else -self.global_step), on_epoch=False)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "uneven.ckpt")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = FusedAdamW(self.net.parameters(), lr=1e-3)
+        if not self.has_scheduler:
+            return optimizer
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=4)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "own", "interval": "step"}}
+
+
+def trainers(folder: Path) -> dict[str, Any]:
+    """What three epochs at once, and two and one, end with, where the trainers of the ranks have other states."""
+
+    def run(name: str, resume: Any = None) -> Any:
+        scaler = torch.amp.GradScaler("cpu")
+        more = {
+            "scaler": {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]},
+            "scheduler": {},
+            "callback": {"callbacks": [StochasticWeightAveraging(0.01, 1)]},
+        }[name]
+        return fit(folder, "ddpcore-dpsgd", 3, module=partial(Uneven, name == "scheduler"), resume=resume, **more)
+
+    found = {}
+    for name in ("scaler", "scheduler", "callback"):
+        whole, later = run(name), run(name, resume=str(folder / "uneven.ckpt"))
+        states = [
+            (one.precision_plugin.state_dict(), one.optimizers[0].param_groups[0]["lr"]) for one, _ in (whole, later)
+        ]
+        found[name] = {"weights": (flat(whole[1]), flat(later[1])), "states": states}
     return found
 
 

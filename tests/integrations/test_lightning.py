@@ -51,6 +51,15 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], name: str) 
         assert run["unchanged"]
 
 
+@pytest.mark.parametrize("name", ["scaler", "scheduler", "callback"])
+def test_a_resumed_run_has_the_state_of_each_ranks_trainer(both: list[dict[str, Any]], name: str) -> None:
+    runs = [found["trainers"][name] for found in both]
+    for run in runs:
+        assert torch.equal(*run["weights"]) and run["states"][0] == run["states"][1]
+    if name != "callback":
+        assert runs[0]["states"][0] != runs[1]["states"][0], "else rank 0's state is as good"
+
+
 def test_the_averaged_model_is_validated_tested_and_saved(both: list[dict[str, Any]]) -> None:
     for name in (*SAME, "ddpcore-adpsgd"):
         first, second = (found[name] for found in both)
