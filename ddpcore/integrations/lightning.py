@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
@@ -55,18 +56,19 @@ class GossipStrategy(DDPStrategy):
         options: of :func:`ddpcore.distribute`, such as ``{"policies": Policies(momentum="average")}``.
         kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
-    ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
+    ValueError: an option of DistributedDataParallel, no strategy of ddpcore; in ``fit`` EMA, LBFGS or two optimizers.
     """
 
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if unused := [name for name in kwargs if name in self._ddp_kwargs or name.startswith(("ddp_", "model_aver"))]:
             raise ValueError(f"GossipStrategy wraps no model in DistributedDataParallel: leave {', '.join(unused)} out")
-        self._gossip = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
+        self._gossip: Any = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
         if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         self._options, self._lent = options or {}, cast("Lent | None", None)
         self.handle: Distributed | None = None
+        self._num_passes = 0  # backward passes of the training_step that runs
 
     @property
     @override
@@ -86,14 +88,37 @@ class GossipStrategy(DDPStrategy):
             self.accelerator.setup(trainer)  # and no more: DDPStrategy would give rank 0's weights to all learners
             self.model_to_device()
         if fits and self.model is not None:
-            if len(self.optimizers) != 1:
-                raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
-            for one in trainer.callbacks:
-                if isinstance(one, WeightAveraging):
-                    what = f"{type(one).__name__} averages one learner's weights over steps"
-                    raise ValueError(f"{what}, and validation takes the mean of the learners: leave the callback out")
+            self._check(trainer)
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
+
+    def _check(self, trainer: Trainer) -> None:
+        if len(self.optimizers) != 1:
+            raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
+        closure, name = signature(self.optimizers[0].step).parameters.get("closure"), type(self.optimizers[0]).__name__
+        if closure is not None and closure.default is Parameter.empty:
+            why = f"{name} needs a closure in each step, and GossipStrategy steps without one"
+            raise ValueError(f"{why}: take another optimizer, or call distribute() in your own loop")
+        for one in trainer.callbacks:
+            if isinstance(one, WeightAveraging):
+                what = f"{type(one).__name__} averages one learner's weights over steps"
+                raise ValueError(f"{what}, and validation takes the mean of the learners: leave the callback out")
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_passes = 0
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """RuntimeError: a second pass of a ``training_step`` has no noise, because the strategy acts once a call."""
+        if self.handle is not None and self._num_passes and self._gossip.plan(0).shifted:
+            what = (
+                f"{self._gossip.name} adds its noise once a training_step, and a second backward pass would have none"
+            )
+            raise RuntimeError(f"{what}: leave one pass in each training_step, or take where='shared'")
+        self._num_passes += 1
+        super().pre_backward(closure_loss)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:

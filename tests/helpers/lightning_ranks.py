@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddpcore import LocalSGD
+from ddpcore import LocalSGD, NoisySSGD
 from ddpcore.distributed.saved import run_state
 from ddpcore.integrations.lightning import GossipStrategy
 from ddpcore.optim import FusedAdamW, FusedSGD
@@ -132,6 +132,7 @@ def check(folder: Path) -> dict[str, Any]:
     found["evaluations"] = evaluations(folder)
     found["trainers"] = trainers(folder)
     found["moves"] = moves(folder)
+    found["noises"] = noises(folder)
     found["refused"] = refusals(folder)
     return found
 
@@ -266,10 +267,45 @@ def refusals(folder: Path) -> dict[str, str]:
         "baseline": refused(lambda: GossipStrategy("ddp")),
         "unknown": refused(lambda: GossipStrategy("dpsdg")),
         "two optimizers": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, make=list_of_two, automatic=False)),
+        "closure": refused(lambda: fit(folder, "ddpcore-local_sgd", 1, make=torch.optim.LBFGS)),
+        "closure by hand": refused(
+            lambda: fit(folder, "ddpcore-local_sgd", 1, make=torch.optim.LBFGS, automatic=False)
+        ),
+        "passes": refused(lambda: fit(folder, noisy(), 1, module=partial(ByHand, 3))),
         "ema": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, callbacks=[EMAWeightAveraging(decay=0.9)])),
         "again": refused(lambda: trainer.fit(copy.copy(module), loader())),
         "another": refused(lambda: fit(folder, "ddpcore-ssgd", 4, resume=str(folder / "ddpcore-dpsgd.ckpt"))),
     }
+
+
+class ByHand(Classifier):
+    """A step of several passes."""
+
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self.passes, self.used = passes, []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(self.passes):
+            self.used.append(flat(self))
+            self.manual_backward(Classifier.training_step(self, batch, index))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+
+def noisy() -> GossipStrategy:
+    return GossipStrategy(NoisySSGD(0.1, where="per_learner"))
+
+
+def noises(folder: Path) -> list[float]:
+    """The noise in the weights of each pass, where the optimizer moves nothing."""
+    _, module = fit(folder, noisy(), 1, module=partial(ByHand, 1))
+    return [(used - flat(module)).std().item() for used in module.used]
 
 
 def list_of_two(parameters: Any) -> list[torch.optim.Optimizer]:

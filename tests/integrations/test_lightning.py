@@ -112,6 +112,9 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "baseline": "GossipStrategy got 'ddp': pass a strategy of ddpcore",
         "unknown": "did you mean 'dpsgd'",
         "two optimizers": "the module has 2 optimizers: ddpcore trains with one",
+        "closure": "LBFGS needs a closure in each step, and GossipStrategy steps without one: take another",
+        "closure by hand": "LBFGS needs a closure in each step",
+        "passes": "noisy_ssgd adds its noise once a training_step, and a second backward pass would have none",
         "ema": "EMAWeightAveraging averages one learner's weights over steps, and validation takes the mean",
         "again": "already serves a distribute() call",
         "another": "use the same strategy",
@@ -119,7 +122,9 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
         message = both[0]["refused"][name]
-        assert words in message and "\n" not in message, (name, message)
+        assert words in message and "\n" not in message and len(message) < 300, (name, message)
+    for found in both:
+        assert len(found["noises"]) == 6 and all(0.08 < noise < 0.12 for noise in found["noises"])
 
 
 def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
