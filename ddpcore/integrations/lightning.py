@@ -66,7 +66,7 @@ class GossipStrategy(DDPStrategy):
         self._gossip: Any = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
         if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        self._options, self._lent = options or {}, cast("Lent | None", None)
+        self._options, self._lent = options or {}, list[Lent]()  # of the evaluation that runs
         self.handle: Distributed | None = None
         self._num_passes = 0  # backward passes of the training_step that runs
 
@@ -113,10 +113,8 @@ class GossipStrategy(DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """RuntimeError: a second pass of a ``training_step`` has no noise, because the strategy acts once a call."""
         if self.handle is not None and self._num_passes and self._gossip.plan(0).shifted:
-            what = (
-                f"{self._gossip.name} adds its noise once a training_step, and a second backward pass would have none"
-            )
-            raise RuntimeError(f"{what}: leave one pass in each training_step, or take where='shared'")
+            why = "adds its noise once a training_step, and a second backward pass would have none"
+            raise RuntimeError(f"{self._gossip.name} {why}: leave one pass in each, or take where='shared'")
         self._num_passes += 1
         super().pre_backward(closure_loss)
 
@@ -139,12 +137,12 @@ class GossipStrategy(DDPStrategy):
 
     def _lend(self) -> None:
         self._give_back()
-        self._lent = Lent(self.handle) if self.handle is not None and self._is_trained() else None
+        if self.handle is not None and self._is_trained():
+            self._lent.append(Lent(self.handle))
 
     def _give_back(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.swap()
+        while self._lent:
+            self._lent.pop().swap()
 
     on_validation_start = on_test_start = on_predict_start = _lend
     on_validation_end = on_test_end = on_predict_end = _give_back
@@ -162,13 +160,12 @@ class GossipStrategy(DDPStrategy):
     @contextmanager
     def _own_weights(self) -> Iterator[None]:
         """A context in which the module has its learner's weights, also in an evaluation."""
-        lent = self._lent
-        if lent is not None:
+        for lent in self._lent:
             lent.swap()
         try:
             yield
         finally:
-            if lent is not None:
+            for lent in self._lent:
                 lent.swap()
 
     @override
