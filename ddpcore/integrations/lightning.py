@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.guards import learner_of
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.saved import Lent, load_run_state, run_state
 from ddpcore.options.extras import extra
@@ -82,6 +83,10 @@ class GossipStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
+        mixed = self.handle is not None and not self._is_trained() and not fits
+        if mixed and learner_of(self.lightning_module.parameters()) is not None:
+            why = "the module shares parameters with the one that learners train, and has no average"
+            raise ValueError(f"{why}: pass that one, or one with layers of the handle's evaluation_model()")
         if fits or not self._is_trained() or self.accelerator is None:
             super().setup(trainer)
         else:

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
@@ -63,9 +62,6 @@ class GossipTrainer(Trainer):
                 scaler.load_state_dict(self._scaler)
         return prepared
 
-    def _average(self) -> nn.Module | None:
-        return None if self.handle is None else self.handle.evaluation_model()
-
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.handle is None else replaced(self.handle):
@@ -73,7 +69,7 @@ class GossipTrainer(Trainer):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        average = self._average()
+        average = None if self.handle is None else self.handle.evaluation_model()
         super()._save(output_dir, state_dict if average is None else average.state_dict())
 
     @override

@@ -274,6 +274,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "passes": refused(lambda: fit(folder, noisy(), 1, module=partial(ByHand, 3))),
         "ema": refused(lambda: fit(folder, "ddpcore-dpsgd", 1, callbacks=[EMAWeightAveraging(decay=0.9)])),
         "again": refused(lambda: trainer.fit(copy.copy(module), loader())),
+        "shared": refused(lambda: trainer.test(sharing(module), loader(), verbose=False)),
         "another": refused(lambda: fit(folder, "ddpcore-ssgd", 4, resume=str(folder / "ddpcore-dpsgd.ckpt"))),
     }
 
@@ -306,6 +307,12 @@ def noises(folder: Path) -> list[float]:
     """The noise in the weights of each pass, where the optimizer moves nothing."""
     _, module = fit(folder, noisy(), 1, module=partial(ByHand, 1))
     return [(used - flat(module)).std().item() for used in module.used]
+
+
+def sharing(module: Classifier) -> Classifier:
+    other = Classifier()
+    other.net = module.net
+    return other
 
 
 def list_of_two(parameters: Any) -> list[torch.optim.Optimizer]:

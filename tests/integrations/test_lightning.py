@@ -117,6 +117,7 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "passes": "noisy_ssgd adds its noise once a training_step, and a second backward pass would have none",
         "ema": "EMAWeightAveraging averages one learner's weights over steps, and validation takes the mean",
         "again": "already serves a distribute() call",
+        "shared": "the module shares parameters with the one that learners train",
         "another": "use the same strategy",
     }
     assert set(expected) == set(both[0]["refused"])
