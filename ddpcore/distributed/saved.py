@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map, tree_map_with_path
 
 from ddpcore.distributed.averaging import has_average
@@ -48,6 +47,8 @@ def run_state(handle: Distributed) -> dict[str, Any]:
 
 def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As :func:`run_state`, also of baselines, whose handles do not know the model and optimizer of ``distribute``."""
+    if handle.learner is not None and handle.learner.lent:
+        raise RuntimeError("the model has averaged weights while it is evaluated: save the state after the evaluation")
     device, random = _device_of(handle, model), {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
@@ -374,9 +375,47 @@ def _room_for(like: Any, size: torch.Size, dtype: torch.dtype) -> Tensor:
     return empty(size, dtype=dtype, device_mesh=mesh_of(like), placements=placements_of(like))
 
 
+class Lent:
+    """The averaged weights and buffers in the place of those that a handle's model has. Collective.
+
+    Parameters and buffers stay the same objects, so all that refers to them computes with the average. The flat buffer
+    keeps the learner's weights. ``swap`` puts them back, and buffers that were changed meanwhile keep the change.
+
+    ValueError: a learner is sharded.
+    """
+
+    def __init__(self, handle: Distributed) -> None:
+        self._learner = learner = _hooked(handle).learner
+        if learner.flat.shards is not None:
+            raise ValueError("each rank has a shard of a learner: evaluate handle.evaluation_model() in your own loop")
+        with torch.inference_mode(False):
+            average, model = handle.evaluation_model(), learner.models[0]
+            self._own = [*model.parameters(), *model.buffers()]
+            self._away = [one.data for one in average.parameters()] + [one.clone() for one in average.buffers()]
+            self._buffers: list[Tensor | None] = list(average.buffers())  # None once it was changed
+        self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Give the model the averages, or its own weights back."""
+        learner = self._learner
+        with torch.inference_mode(False):
+            for place, own in enumerate(self._own):
+                own.data, self._away[place] = self._away[place], own.data
+            first = len(self._own) - len(self._buffers)
+            for place, average in enumerate(self._buffers) if learner.lent else ():
+                own, now = self._own[first + place], self._away[first + place]
+                if average is None or not torch.isclose(now, average, rtol=0, atol=0, equal_nan=True).all():
+                    own.copy_(now)
+                    self._buffers[place] = None
+        learner.hooks_paused = learner.lent = not learner.lent
+
+
 @contextmanager
-def replaced(model: nn.Module, average: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` computes with the parameters and buffers of ``average``, a copy of it."""
-    tensors = {**dict(average.named_parameters()), **dict(average.named_buffers())}
-    with stateless._reparametrize_module(model, tensors, tie_weights=True):
+def replaced(handle: Distributed) -> Iterator[None]:
+    """A context in which the handle's model has averaged weights and buffers, see :class:`Lent`. Collective."""
+    lent = Lent(handle)
+    try:
         yield
+    finally:
+        lent.swap()

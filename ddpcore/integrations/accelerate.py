@@ -32,7 +32,8 @@ def prepare(
     """``accelerator.prepare`` for a model that ddpcore trains, in a loop that stays as it is.
 
     ``accumulate(model)`` averages gradients once a step, if the strategy averages any. Call ``save_state``,
-    ``save_model`` and ``get_state_dict`` on all ranks: they average the weights. ``load_state`` restores each rank.
+    ``save_model`` and ``get_state_dict`` on all ranks: they average the weights. ``load_state`` restores each rank,
+    but gives all of them the schedulers and registered objects of rank 0, which Accelerate alone saves.
 
     Args:
         accelerator: without DeepSpeed, FSDP and the like.
@@ -53,7 +54,7 @@ def prepare(
     model.no_sync = plain.no_sync = NoSync(handle)  # type: ignore[assignment]
     prepared = accelerator.prepare_optimizer(optimizer)
     others = tuple(accelerator.prepare(one) for one in others)  # a scheduler looks for its optimizer
-    saved = _Saved(handle, prepared, accelerator.process_index, number, plain, accelerator._models.index(plain))
+    saved = _Saved(handle, prepared, accelerator, number, plain, accelerator._models.index(plain))
     accelerator.register_save_state_pre_hook(saved.save)
     accelerator.register_load_state_pre_hook(saved.find)
     accelerator.trigger_sync_in_backward = _averaging
@@ -70,6 +71,7 @@ def prepare(
     def loaded(*args: Any, **kwargs: Any) -> None:
         try:
             load_state(*args, **kwargs)
+            saved.load_scaler()
         finally:
             saved.forget()
 
@@ -107,16 +109,19 @@ class _Saved:
     ``number`` is as in :func:`rank_file`, and ``place`` is the index of ``model`` among the accelerator's models.
     """
 
-    def __init__(self, handle: Distributed, optimizer: Any, rank: int, number: int, model: Any, place: int) -> None:
-        self._handle, self._rank, self._load_plain = handle, rank, optimizer.load_state_dict
-        self._number, self._place, self._model = number, place, model
+    def __init__(
+        self, handle: Distributed, optimizer: Any, accelerator: Accelerator, number: int, model: Any, place: int
+    ) -> None:
+        self._handle, self._accelerator, self._load_plain = handle, accelerator, optimizer.load_state_dict
+        self._rank, self._number, self._place, self._model = accelerator.process_index, number, place, model
         self._folder: str | None = None
+        self._scaler: dict[str, Any] | None = None
         self._loaded: nn.Module | None = None
         optimizer.load_state_dict = self.load
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``."""
-        save_rank_file(self._handle, folder, self._rank, self._number)
+        save_rank_file(self._handle, folder, self._rank, self._number, self._accelerator.scaler)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
@@ -137,11 +142,16 @@ class _Saved:
         if self._folder is None:
             self._load_plain(state)
         else:
-            load_rank_file(self._handle, self._folder, self._rank, self._loaded, self._number)
+            self._scaler = load_rank_file(self._handle, self._folder, self._rank, self._loaded, self._number)
+
+    def load_scaler(self) -> None:
+        """After Accelerate has loaded one scaler for all ranks: load that of this rank."""
+        if self._scaler and self._accelerator.scaler is not None:
+            self._accelerator.scaler.load_state_dict(self._scaler)
 
     def forget(self) -> None:
         """After ``load_state``, also after an error: a later state of the optimizer is of no folder."""
-        self._folder = self._loaded = None
+        self._folder = self._loaded = self._scaler = None
 
 
 def one_learner() -> dict[str, Any]:
@@ -185,11 +195,14 @@ def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
     return Path(folder) / f"ddpcore_{f'{number}_' if number else ''}rank_{rank}.pt"
 
 
-def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: int = 0) -> None:
+def save_rank_file(
+    handle: Distributed, folder: str | Path, rank: int, number: int = 0, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
     file = rank_file(folder, rank, number)
     file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
-    torch.save({**run_state(handle), "digest": _digest(handle.evaluation_model())}, file)
+    more = {"digest": _digest(handle.evaluation_model()), "scaler": None if scaler is None else scaler.state_dict()}
+    torch.save({**run_state(handle), **more}, file)
     if rank == 0:
         own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners // len(handle.comm.learners))}
         for other in {*Path(folder).glob(rank_file("", "*", number).name)} - own:
@@ -198,9 +211,10 @@ def save_rank_file(handle: Distributed, folder: str | Path, rank: int, number: i
 
 def load_rank_file(
     handle: Distributed, folder: str | Path, rank: int, loaded: nn.Module | None, number: int = 0
-) -> None:
+) -> dict[str, Any] | None:
     """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective.
 
+    Returns the state of this rank's gradient scaler, if as many ranks have saved one.
     ValueError: the weights of the folder, which ``loaded`` has, are not the average that these files belong to.
     """
     num_ranks = len([*Path(folder).glob(rank_file("", "*", number).name)])
@@ -213,6 +227,7 @@ def load_rank_file(
         old = rank_file("", "*", number)
         raise ValueError(f"{folder}: another run has saved its weights over those of {old}: remove these to go on")
     load_run_state(handle, states)
+    return None if len(needed) > 1 else states[needed[0]].get("scaler")
 
 
 def _digest(model: nn.Module) -> str:

@@ -1,30 +1,33 @@
 """``GossipStrategy``: a strategy of Lightning's ``Trainer`` that trains with ``ddpcore.distribute``."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
+from ddpcore.distributed.guards import learner_of
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state, replaced, run_state
+from ddpcore.distributed.saved import Lent, load_run_state, run_state
 from ddpcore.options.extras import extra
 from ddpcore.storage.serialization import pack, unpack
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
 
 with extra("lightning"):
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 
-KEY = "ddpcore"  # of a checkpoint: the states of all ranks
+KEY, TRAINERS = "ddpcore", "ddpcore_trainers"  # of a checkpoint: the states of all ranks, and of their trainers
 
 
 class _Steps(nn.Module):
@@ -39,39 +42,32 @@ class _Steps(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _averaged(name: str) -> Callable[..., Any]:
-    """A step of ``DDPStrategy`` in which the module has the averaged weights."""
-
-    def step(self: "GossipStrategy", *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._average is None else replaced(self.lightning_module, self._average.module):
-            return getattr(super(GossipStrategy, self), name)(*args, **kwargs)
-
-    return step
-
-
 class GossipStrategy(DDPStrategy):
     """Ranks as in Lightning's DDP, whose learners average as a strategy of ddpcore says.
 
-    Validation, tests and predictions use the averaged model. So does a checkpoint, so any strategy can load it. It has
-    the state of each rank too, for a resumed run with the same bits, and rank 0 needs memory for all of these.
+    Validation, tests and predictions use the averaged model, after the hook ``on_validation_start`` and its like: there
+    callbacks and module still have the learner's weights. A checkpoint has the averaged model, so any strategy can load
+    it, and the state of each rank too, for a resumed run with the same bits. Rank 0 needs memory for all of these. A
+    module that this trainer has not trained is evaluated and saved as it is.
 
     Args:
         strategy: such as ``DPSGD()``, or its name. ``Trainer(strategy="ddpcore-dpsgd")`` works too.
         options: of :func:`ddpcore.distribute`, such as ``{"policies": Policies(momentum="average")}``.
         kwargs: of ``DDPStrategy``, not of its wrapper: ``process_group_backend``, ``timeout``, ``start_method``.
 
-    ValueError: an option of DistributedDataParallel, no strategy of ddpcore, or (in ``fit``) EMA or two optimizers.
+    ValueError: an option of DistributedDataParallel, no strategy of ddpcore; in ``fit`` EMA, LBFGS or two optimizers.
     """
 
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if unused := [name for name in kwargs if name in self._ddp_kwargs or name.startswith(("ddp_", "model_aver"))]:
             raise ValueError(f"GossipStrategy wraps no model in DistributedDataParallel: leave {', '.join(unused)} out")
-        self._gossip = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
+        self._gossip: Any = STRATEGIES.build(strategy) if isinstance(strategy, str) else strategy
         if not isinstance(self._gossip, Strategy):
             raise ValueError(f"GossipStrategy got {strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        self._options, self._average = options or {}, cast(Any, None)
+        self._options, self._lent = options or {}, list[Lent]()  # of the evaluation that runs
         self.handle: Distributed | None = None
+        self._num_passes = 0  # backward passes of the training_step that runs
 
     @property
     @override
@@ -85,20 +81,45 @@ class GossipStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
-        if fits or self.handle is None or self.accelerator is None:
+        mixed = self.handle is not None and not self._is_trained() and not fits
+        if mixed and learner_of(self.lightning_module.parameters()) is not None:
+            why = "the module shares parameters with the one that learners train, and has no average"
+            raise ValueError(f"{why}: pass that one, or one with layers of the handle's evaluation_model()")
+        if fits or not self._is_trained() or self.accelerator is None:
             super().setup(trainer)
         else:
             self.accelerator.setup(trainer)  # and no more: DDPStrategy would give rank 0's weights to all learners
             self.model_to_device()
         if fits and self.model is not None:
-            if len(self.optimizers) != 1:
-                raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
-            for one in trainer.callbacks:
-                if isinstance(one, WeightAveraging):
-                    what = f"{type(one).__name__} averages one learner's weights over steps"
-                    raise ValueError(f"{what}, and validation takes the mean of the learners: leave the callback out")
+            self._check(trainer)
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.handle = distribute(self.model, self.optimizers[0], self._gossip, scaler=scaler, **self._options)
+
+    def _check(self, trainer: Trainer) -> None:
+        if len(self.optimizers) != 1:
+            raise ValueError(f"the module has {len(self.optimizers)} optimizers: ddpcore trains with one")
+        closure, name = signature(self.optimizers[0].step).parameters.get("closure"), type(self.optimizers[0]).__name__
+        if closure is not None and closure.default is Parameter.empty:
+            why = f"{name} needs a closure in each step, and GossipStrategy steps without one"
+            raise ValueError(f"{why}: take another optimizer, or call distribute() in your own loop")
+        for one in trainer.callbacks:
+            if isinstance(one, WeightAveraging):
+                what = f"{type(one).__name__} averages one learner's weights over steps"
+                raise ValueError(f"{what}, and validation takes the mean of the learners: leave the callback out")
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._num_passes = 0
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """RuntimeError: a second pass of a ``training_step`` has no noise, because the strategy acts once a call."""
+        if self.handle is not None and self._num_passes and self._gossip.plan(0).shifted:
+            why = "adds its noise once a training_step, and a second backward pass would have none"
+            raise RuntimeError(f"{self._gossip.name} {why}: leave one pass in each, or take where='shared'")
+        self._num_passes += 1
+        super().pre_backward(closure_loss)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -113,25 +134,68 @@ class GossipStrategy(DDPStrategy):
         optimizer.step(**kwargs)
         return result
 
-    def _take_average(self) -> None:
-        with torch.inference_mode(False):
-            self._average = None if self.handle is None else self.handle.evaluation_model()
+    def _is_trained(self) -> bool:
+        """Whether the trainer's module is the one that learners train: another one is evaluated and saved as it is."""
+        return self.handle is not None and cast(Any, self.handle.models[0]).module is self.lightning_module
 
-    on_validation_start = on_test_start = on_predict_start = _take_average
-    validation_step, test_step, predict_step = map(_averaged, ("validation_step", "test_step", "predict_step"))
+    def _lend(self) -> None:
+        self._give_back()
+        if self.handle is not None and self._is_trained():
+            self._lent.append(Lent(self.handle))
+
+    def _give_back(self) -> None:
+        while self._lent:
+            self._lent.pop().swap()
+
+    on_validation_start = on_test_start = on_predict_start = _lend
+    on_validation_end = on_test_end = on_predict_end = _give_back
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._give_back()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._give_back()
+        super().teardown()
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """A context in which the module has its learner's weights, also in an evaluation."""
+        for lent in self._lent:
+            lent.swap()
+        try:
+            yield
+        finally:
+            for lent in self._lent:
+                lent.swap()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._take_average()
-        return super().lightning_module_state_dict() if self._average is None else self._average.module.state_dict()
+        if self.handle is None or not self._is_trained():
+            return super().lightning_module_state_dict()
+        with self._own_weights(), torch.inference_mode(False):
+            return cast(Any, self.handle.evaluation_model()).module.state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.handle is not None and "optimizer_states" in checkpoint:
+        if self.handle is not None and "optimizer_states" in checkpoint and self._is_trained():
+            own = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+            own = move_data_to_device({} if self.is_global_zero else own, torch.device("cpu"))  # rank 0's is the file
             states: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-            dist.gather_object(pack(run_state(self.handle)), states)
-            checkpoint[KEY] = states
+            with self._own_weights():
+                dist.gather_object((pack(run_state(self.handle)), own), states)
+            if states is not None:
+                checkpoint[KEY], checkpoint[TRAINERS] = ([one[part] for one in states] for part in (0, 1))
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of as many ranks: with this rank's callbacks, schedulers, loops and gradient scaler, which may differ."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        trainers = checkpoint.pop(TRAINERS, ())
+        return checkpoint | (trainers[self.global_rank] if len(trainers) == self.world_size else {})
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -143,7 +207,7 @@ class GossipStrategy(DDPStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING and self._is_trained():
             self.handle = None  # the file's averaged model is evaluated, and no learner any more
 
 

@@ -1,8 +1,8 @@
 """``GossipTrainer``: a ``Trainer`` of transformers that trains with ``ddpcore.distribute``."""
 
+from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
@@ -19,7 +19,8 @@ class GossipTrainer(Trainer):
     """A ``Trainer`` that does not wrap the model in DistributedDataParallel. Start it with torchrun.
 
     ``evaluate``, ``predict`` and ``save_model`` use the averaged model, so call each of them on all ranks. A checkpoint
-    is one of ``Trainer``, with the averaged model, and has a file with the state of each rank besides.
+    is one of ``Trainer``, with the averaged model, and has a file with the state of each rank besides. Only the state
+    of the scheduler and of callbacks is that of rank 0.
 
     Args:
         args, kwargs: as for ``Trainer``.
@@ -39,6 +40,7 @@ class GossipTrainer(Trainer):
             raise ValueError(f"{why}: start one rank a GPU by torchrun")
         self._strategy, self._options = strategy, options or {}
         self.handle: Any = None
+        self._scaler: dict[str, Any] | None = None
         if not strategy.traits.averages_gradients:
             self.args.average_tokens_across_devices = False  # it would wait for all ranks in each step
 
@@ -56,31 +58,28 @@ class GossipTrainer(Trainer):
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
+            if self._scaler and scaler is not None:  # of this rank, in the place of rank 0's
+                scaler.load_state_dict(self._scaler)
         return prepared
-
-    def _average(self) -> nn.Module | None:
-        return None if self.handle is None else self.handle.evaluation_model()
 
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if (average := self._average()) is None:
-            return super().evaluation_loop(*args, **kwargs)
-        with replaced(self.model, average):
+        with nullcontext() if self.handle is None else replaced(self.handle):
             return super().evaluation_loop(*args, **kwargs)
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        average = self._average()
+        average = None if self.handle is None else self.handle.evaluation_model()
         super()._save(output_dir, state_dict if average is None else average.state_dict())
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.handle is not None:
-            save_rank_file(self.handle, output_dir, self.args.process_index)
+            save_rank_file(self.handle, output_dir, self.args.process_index, scaler=self.accelerator.scaler)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
-            load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)
+            self._scaler = load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)

@@ -94,6 +94,7 @@ class Learner:
     #: of the loss of each learner held here, if averages count samples; one number for one learner
     num_samples: int | Sequence[int] | None = None
     hooks_paused: bool = False  #: whether forward passes call no strategy and no observer, as in passes of diagnostics
+    lent: bool = False  #: whether the models have averages in the place of their weights, which the flat buffer keeps
     shares: Tensor | None = None  #: float64 ``[n]``, the weight of each learner in averages; None for equal weights
     share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
     #: the weights that peers change at any time, if they are not the models' weights; else None
@@ -144,9 +145,8 @@ class Learner:
         if self.left is None:
             return live_LP
         is_other_LP = rows_LP != self.left
-        loads = [float(row in self.loaded and bool(is_other_LP[row].any())) for row in range(len(rows_LP))]
-        loads_L = torch.tensor(loads, dtype=torch.float64, device="cpu").to(rows_LP.device)
-        has_loaded = bool(self.comm.gather(loads_L).any())  # else a resumed run has loaded its own weights
+        loads = int(any(bool(is_other_LP[row].any()) for row in self.loaded))
+        has_loaded = any(any(row) for row in self.gather([loads]))  # else a resumed run has loaded its own weights
         result_LP = torch.where(is_other_LP, live_LP + (rows_LP - self.left), live_LP)
         for row in self.loaded if has_loaded else ():
             result_LP[row] = rows_LP[row]

@@ -31,12 +31,17 @@ def train(
     save: Any = None,
     safe: bool = True,
     alone: Any = None,
+    scaler: Any = None,
     **more: Any,
 ) -> Any:
-    """Returns what a loop trained, and its losses. ``alone`` is a folder for the model alone."""
+    """Returns what a loop trained, and its losses. ``alone`` is a folder for the model alone.
+
+    The gradient ``scaler`` of rank 1 meets an overflow in the first epoch.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **more)
+    accelerator.scaler = scaler  # Accelerate itself makes one on a GPU only
     set_seed(5)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
     inputs = torch.randn(96, 6)
@@ -53,10 +58,12 @@ def train(
     if resume:
         accelerator.load_state(str(resume))
     losses = []
-    for _ in epochs:
+    for epoch in epochs:
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
+                if scaler is not None and epoch == 0 and accelerator.process_index == 1:
+                    loss = loss * 1e38
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -157,6 +164,11 @@ def check(folder: Path) -> dict[str, Any]:
             "file": (half, flat_file(folder / precision)),
             "distance": handle.consensus_distance(),
         }
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(3)]
+    _, whole, _ = train(range(3), ddpcore.DPSGD(), scaler=scalers[0])
+    train(range(2), ddpcore.DPSGD(), save=folder / "scaler", scaler=scalers[1])
+    _, later, _ = train(range(2, 3), ddpcore.DPSGD(), resume=folder / "scaler", scaler=scalers[2])
+    found["scaler"] = (flat(whole), flat(later), scalers[0].state_dict(), scalers[2].state_dict())
     train(range(1), None, save=folder / "ddp")
     found["moves"] = [
         train(range(1, 3), ddpcore.DPSGD(), resume=folder / "ddp", save=folder / "begun")[2],

@@ -17,11 +17,26 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import ddpcore
 from ddpcore.integrations.transformers import GossipTrainer
+from ddpcore.optim import FusedAdamW
 from helpers import ranks
 
 SMALL_BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+class Counting(BertForSequenceClassification):
+    """Counts the samples that it has evaluated."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.tensor(0), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None, **more: Any) -> Any:
+        self.seen += 0 if self.training else len(input_ids)
+        return super().forward(input_ids, labels=labels, **more)
+
+
 MODELS: dict[str, Any] = {
-    "bert": lambda: BertForSequenceClassification(BertConfig(vocab_size=32, **SMALL_BERT)),
+    "bert": lambda: Counting(BertConfig(vocab_size=32, **SMALL_BERT)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)),
 }
 
@@ -106,6 +121,35 @@ def sharded(folder: Path, kind: DistributedType) -> None:
         AcceleratorState().distributed_type = before
 
 
+class Scaled(GossipTrainer):
+    """With a gradient scaler, which Accelerate itself makes on a GPU only. That of rank 1 meets an overflow."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * 1e38 if self.args.process_index and self.state.global_step == 1 else loss
+
+
+def scaled(folder: Path) -> Any:
+    """Weights and scaler after eight steps at once, and after four and four."""
+    found = []
+    for resume in (None, str(folder / "checkpoint-4")):
+        transformers.set_seed(3)
+        model = MODELS["bert"]()
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=8, save_steps=4, per_device_train_batch_size=4, use_cpu=True, report_to=[], seed=3
+        )
+        optimizers = FusedAdamW(model.parameters(), lr=0.01), None
+        options = {"strategy": ddpcore.DPSGD(), "train_dataset": Sentences("bert"), "optimizers": optimizers}
+        trainer = Scaled(model, arguments, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append((flat(trainer.model), trainer.accelerator.scaler.state_dict()))
+    return found
+
+
 def wrapped(folder: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
     arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
@@ -137,9 +181,11 @@ def check(folder: Path) -> dict[str, Any]:
         "losses": (losses, again),
         "saved": (average, flat(saved)),
         "unchanged": torch.equal(before, flat(whole.model)),
+        "counted": whole.model.seen.item(),
         "evaluated": (evaluated, plain.evaluate()["eval_loss"]),
         "distance": whole.handle.consensus_distance(),
     }
+    found["scaled"] = scaled(folder / "scaled")
     _, onward = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
     _, begun = train(
         folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options

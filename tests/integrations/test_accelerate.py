@@ -52,6 +52,12 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], precision: 
     assert not torch.equal(both[0][precision]["weights"][0], both[1][precision]["weights"][0])
 
 
+def test_a_resumed_run_has_the_gradient_scaler_of_each_rank(both: list[dict[str, Any]]) -> None:
+    for whole, later, *scalers in (found["scaler"] for found in both):
+        assert torch.equal(whole, later) and scalers[0] == scalers[1]
+    assert both[1]["scaler"][2]["scale"] < both[0]["scaler"][2]["scale"] == 256
+
+
 def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
     for found in both:
         gossip, back = found["moves"]

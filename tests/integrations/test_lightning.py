@@ -51,6 +51,15 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]], name: str) 
         assert run["unchanged"]
 
 
+@pytest.mark.parametrize("name", ["scaler", "scheduler", "callback"])
+def test_a_resumed_run_has_the_state_of_each_ranks_trainer(both: list[dict[str, Any]], name: str) -> None:
+    runs = [found["trainers"][name] for found in both]
+    for run in runs:
+        assert torch.equal(*run["weights"]) and run["states"][0] == run["states"][1]
+    if name != "callback":
+        assert runs[0]["states"][0] != runs[1]["states"][0], "else rank 0's state is as good"
+
+
 def test_the_averaged_model_is_validated_tested_and_saved(both: list[dict[str, Any]]) -> None:
     for name in (*SAME, "ddpcore-adpsgd"):
         first, second = (found[name] for found in both)
@@ -62,6 +71,25 @@ def test_the_averaged_model_is_validated_tested_and_saved(both: list[dict[str, A
     gossip = [found["ddpcore-dpsgd"] for found in both]
     assert gossip[0]["distance"] > 1e-4 and not torch.equal(gossip[0]["whole"], gossip[1]["whole"])
     assert torch.allclose((gossip[0]["whole"] + gossip[1]["whole"]) / 2, gossip[0]["average"], atol=1e-7)
+
+
+def test_hooks_lists_and_buffers_of_an_evaluation_have_the_average(both: list[dict[str, Any]]) -> None:
+    """A checkpoint in the evaluation and an error in it leave each learner its own weights."""
+    for found in (one["evaluations"] for one in both):
+        weights, means = found["averages"]
+        assert torch.equal(found["found"]["list"], weights) and torch.equal(found["found"]["hook"], weights)
+        assert torch.equal(found["found"]["buffer"], means) and torch.equal(found["file"], weights)
+        assert found["counts"] == [48, 48], "of 96 samples on two ranks, and a hook resets it"
+        assert found["distances"][0] == found["distances"][1] > 1e-4
+        assert found["unchanged"]
+        assert found["error"] == "a failing validation" and not torch.equal(*found["failed"])
+        assert found["state"].endswith("while it is evaluated: save the state after the evaluation")
+
+
+def test_another_module_is_evaluated_and_saved_as_it_is(both: list[dict[str, Any]]) -> None:
+    for found in (one["evaluations"] for one in both):
+        assert all(torch.equal(found["other"][0], one) for one in found["other"][1:])
+        assert torch.equal(found["again"], found["averages"][0])
 
 
 def test_a_checkpoint_of_ddp_begins_a_gossip_run_and_back(both: list[dict[str, Any]]) -> None:
@@ -84,14 +112,20 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
         "baseline": "GossipStrategy got 'ddp': pass a strategy of ddpcore",
         "unknown": "did you mean 'dpsgd'",
         "two optimizers": "the module has 2 optimizers: ddpcore trains with one",
+        "closure": "LBFGS needs a closure in each step, and GossipStrategy steps without one: take another",
+        "closure by hand": "LBFGS needs a closure in each step",
+        "passes": "noisy_ssgd adds its noise once a training_step, and a second backward pass would have none",
         "ema": "EMAWeightAveraging averages one learner's weights over steps, and validation takes the mean",
         "again": "already serves a distribute() call",
+        "shared": "the module shares parameters with the one that learners train",
         "another": "use the same strategy",
     }
     assert set(expected) == set(both[0]["refused"])
     for name, words in expected.items():
         message = both[0]["refused"][name]
-        assert words in message and "\n" not in message, (name, message)
+        assert words in message and "\n" not in message and len(message) < 300, (name, message)
+    for found in both:
+        assert len(found["noises"]) == 6 and all(0.08 < noise < 0.12 for noise in found["noises"])
 
 
 def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:

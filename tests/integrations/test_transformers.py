@@ -50,11 +50,17 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]]) -> None:
     assert not torch.equal(both[0]["dpsgd"]["weights"][0], both[1]["dpsgd"]["weights"][0])
 
 
+def test_a_resumed_run_has_the_gradient_scaler_of_each_rank(both: list[dict[str, Any]]) -> None:
+    for (whole, scaler), (later, other) in (found["scaled"] for found in both):
+        assert torch.equal(whole, later) and scaler == other
+    assert both[1]["scaled"][0][1]["scale"] < both[0]["scaled"][0][1]["scale"] == 256
+
+
 def test_the_averaged_model_is_evaluated_and_saved(both: list[dict[str, Any]]) -> None:
     for found in both:
         run = found["dpsgd"]
         assert torch.equal(*run["saved"]) and run["unchanged"] and run["distance"] > 1e-4
-        assert run["evaluated"][0] == run["evaluated"][1]
+        assert run["evaluated"][0] == run["evaluated"][1] and run["counted"] == 32, "of 64 samples on two ranks"
     assert both[0]["dpsgd"]["evaluated"] == both[1]["dpsgd"]["evaluated"]
 
 
