@@ -1,6 +1,5 @@
 """The handle of a model in training, as ``distribute`` returns it; baselines have this one. Observers of the loop."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -82,9 +81,11 @@ class Distributed:
 
     @num_samples.setter
     def num_samples(self, num: int | Sequence[int] | None) -> None:
-        self._num_samples = copy.deepcopy(num)
+        self._num_samples = num
         if self._samples is not None and self._samples.is_on:
-            self._samples.set(None if num is None else counts_of(num, len(self.models)))
+            counts = None if num is None else counts_of(num, len(self.models))
+            self._num_samples = None if counts is None else counts.tolist()  # a loop may fill one list anew
+            self._samples.set(counts)
 
     @property
     def learners_run(self) -> str:

@@ -278,6 +278,7 @@ class HookedDistributed(Distributed):
     def _after_backward(self, order: list[int]) -> None:
         with self._span("after_backward"):
             self.strategy.after_backward(self.learner)
+        self._samples.renew()
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
         self._watch.check_alike()  # here, because all learners have just met

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import weakly
+from ddpcore.parameters.hooks import exclude_from_compilation, weakly
 from ddpcore.parameters.shards import local
 
 
@@ -24,6 +24,7 @@ class SampleWatch:
         self._passes: dict[int, tuple[TensorWeakRef, Tensor]] = {}  # by id: its gradient, and the counts
         self._is_mixed = False
         if counts:
+            exclude_from_compilation(SampleWatch, "_note", "_note_all", "set", "check", "forget_reset", "renew")
             hook = weakly(self._note)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -67,7 +68,7 @@ class SampleWatch:
         ref, counts = self._passes.get(id(parameter), (None, None))
         if ref is None or counts is None or self._counts is None or ref() is not parameter.grad:
             return False
-        return counts is not self._counts and not torch.equal(counts, self._counts)
+        return counts is not self._counts and not torch.equal(counts.nan_to_num(-1), self._counts.nan_to_num(-1))
 
     def _note(self, parameter: Tensor) -> None:
         if self._counts is not None and parameter.grad is not None:

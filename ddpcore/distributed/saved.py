@@ -385,7 +385,7 @@ class Lent:
     """
 
     def __init__(self, handle: Distributed) -> None:
-        self._learner = learner = _hooked(handle).learner
+        self._handle, learner = _hooked(handle), _hooked(handle).learner
         if learner.flat.shards is not None:
             raise ValueError("each rank has a shard of a learner: evaluate handle.evaluation_model() in your own loop")
         with torch.inference_mode(False):
@@ -393,29 +393,43 @@ class Lent:
             self._own = [*model.parameters(), *model.buffers()]
             self._away = [one.data for one in average.parameters()] + [one.clone() for one in average.buffers()]
             self._buffers: list[Tensor | None] = list(average.buffers())  # None once it was changed
+            owners = [one._buffers for one in model.modules()]
+            self._places = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
+        self._pauses = False  # whether gradients were averaged before
         self.swap()
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Give the model the averages, or its own weights back."""
-        learner = self._learner
+        """Give the model the averages, or its own weights back. Gradients of lent weights stay in this process."""
+        learner, buckets = self._handle.learner, self._handle._buckets
+        learner.hooks_paused = learner.lent = lends = not learner.lent
+        if buckets is not None:
+            buckets.paused, self._pauses = lends or self._pauses, buckets.paused
         with torch.inference_mode(False):
             for place, own in enumerate(self._own):
                 own.data, self._away[place] = self._away[place], own.data
             first = len(self._own) - len(self._buffers)
-            for place, average in enumerate(self._buffers) if learner.lent else ():
+            for place, average in enumerate(self._buffers) if not lends else ():
                 own, now = self._own[first + place], self._away[first + place]
-                if average is None or not torch.isclose(now, average, rtol=0, atol=0, equal_nan=True).all():
-                    own.copy_(now)
+                if average is None or now.shape != average.shape or not _is_same(now, average):
+                    own.data = now.clone()
                     self._buffers[place] = None
-        learner.hooks_paused = learner.lent = not learner.lent
+            for owner, name, buffer in self._places if not lends else ():
+                held = owner.get(name)  # a model that was moved to another dtype has other tensors
+                if held is not None and held is not buffer and held.dtype != buffer.dtype:
+                    owner[name] = buffer
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
 
 
 @contextmanager
 def replaced(handle: Distributed) -> Iterator[None]:
     """A context in which the handle's model has averaged weights and buffers, see :class:`Lent`. Collective."""
-    lent = Lent(handle)
+    lent = None if handle.learner is not None and handle.learner.lent else Lent(handle)  # None: inside of another one
     try:
         yield
     finally:
-        lent.swap()
+        if lent is not None:
+            lent.swap()

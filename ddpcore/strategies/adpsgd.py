@@ -192,6 +192,7 @@ class ADPSGD(Strategy):
             self._read_LP = learner.flat.param_LP.clone()
             rule = None if self._acceleration is None else A2CiD2(self._acceleration)
             learner.live = self._live = learner.comm.live(learner.flat.param_LP, rule)
+            learner.left = self._left_LP = self._read_LP if self.speeds is None else self._read_LP.clone()
 
     @override
     def before_step(self, learner: Learner) -> None:

@@ -150,6 +150,42 @@ def test_passes_of_a_closure_have_one_number(make: Any) -> None:
         optimizer.step(closure)
 
 
+@pytest.mark.parametrize("switch_step", [0, 1])
+def test_local_steps_after_a_switch_compare_their_passes(switch_step: int) -> None:
+    """Buckets of gradients move them, also in steps that average none."""
+    optimizer, handle, _ = _begin(LocalSGD(1, weights="samples", switch_step=switch_step))
+    for _ in range(2):
+        handle.num_samples = [4, 4]
+        _pass(handle, [4, 4])
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.num_samples = [9, 1]
+    _pass(handle, [9, 1])
+    handle.num_samples = [1, 1]
+    with pytest.raises(RuntimeError, match=OTHER):
+        _pass(handle, [1, 1])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("num", [{0: 3, 1: 4}.values(), torch.tensor([3.0, 4.0], requires_grad=True) * 1])
+def test_numbers_of_any_kind(num: Any) -> None:
+    optimizer, handle, expected = _begin(SSGD(weights="samples"))
+    handle.num_samples = num
+    inputs = _pass(handle, [3, 4])
+    optimizer.step()
+    torch.testing.assert_close(handle.models[0].weight.detach(), expected - torch.cat(inputs).mean(0))
+
+
+def test_numbers_that_were_not_set_are_named_after_two_passes() -> None:
+    _, handle, _ = _begin(SSGD(weights="samples"))
+    with pytest.raises(ValueError, match="num_samples of learner 0 was not set"):
+        for _ in range(2):
+            handle.num_samples = [None, 3]
+            with handle.no_sync():
+                _pass(handle, [2, 3])
+        _pass(handle, [2, 3])
+
+
 @pytest.mark.parametrize("before", [None, [4, 1]])
 @pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
 def test_the_number_of_a_closure_counts(make: Any, before: list[int] | None) -> None:

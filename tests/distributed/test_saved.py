@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 import ddpcore
 from ddpcore import RunState
-from ddpcore.distributed.saved import load_run_state, run_state
+from ddpcore.distributed.saved import load_run_state, replaced, run_state
 from helpers import ranks, saved_ranks
 from helpers.saved_ranks import begin, flat, train
 
@@ -117,3 +119,64 @@ def test_refusals(tmp_path: Path) -> None:
     dcp.save({"weights": torch.ones(3)}, checkpoint_id=tmp_path / "plain")
     with pytest.raises(ValueError, match=r"holds no state of ddpcore: save RunState\(handle\) into it"):
         RunState(handle, saved=tmp_path / "plain")
+
+
+class _Cached(nn.Module):
+    """A buffer that grows with the batch, and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.cache):
+            self.cache.data = self.cache.new_zeros(len(x), 4)
+        return self.norm(self.layer(x)) + self.cache[: len(x)]
+
+
+def _trained(strategy: Any) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = _Cached()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+
+    def step() -> None:
+        for one in handle.models:
+            one(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return model, handle, step
+
+
+@pytest.mark.parametrize("what", ["larger buffer", "other dtype", "inside of another"])
+def test_an_evaluation_leaves_the_learner_in_training(what: str) -> None:
+    model, handle, step = _trained(ddpcore.LocalSGD(1))
+    own = model.layer.weight.detach().clone()
+    with replaced(handle), torch.no_grad():
+        if what == "larger buffer":
+            model(torch.ones(5, 4))
+        elif what == "other dtype":
+            model.to(torch.bfloat16)(torch.ones(2, 4, dtype=torch.bfloat16))
+        else:
+            with replaced(handle):
+                assert torch.equal(handle.evaluation_model().layer.weight, model.layer.weight)
+    assert torch.equal(model.layer.weight, own)
+    assert {one.dtype for one in model.state_dict().values()} == {torch.float32, torch.int64}
+    before = handle.learner.step
+    step()
+    assert handle.learner.step == before + 1
+    assert torch.equal(*(one.layer.weight for one in handle.models))
+
+
+def test_gradients_of_an_evaluation_are_averaged_with_nothing() -> None:
+    """As those that a prediction takes with respect to its inputs."""
+    model, handle, _ = _trained(ddpcore.SSGD())
+    with replaced(handle):
+        inputs = torch.randn(2, 4, requires_grad=True)
+        model.eval()(inputs).sum().backward()
+    assert inputs.grad.any()
+    assert not handle._watch.has_average
+    assert handle._buckets.num_paused

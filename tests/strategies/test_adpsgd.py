@@ -360,6 +360,17 @@ def test_models_that_the_program_loads_are_evaluated(options: dict[str, Any], re
 
 
 @LEARNERS
+def test_models_that_are_loaded_before_the_first_step_are_evaluated(options: dict[str, Any]) -> None:
+    """Also after a forward pass, which begins the weights that peers change."""
+    _, handle, _ = _of_three(options, 0)
+    for one in handle.models:
+        one(torch.ones(2, 3))
+    for one in handle.models:
+        one.load_state_dict({"weight": torch.full((1, 3), 7.0), "bias": torch.ones(1)})
+    assert torch.equal(handle.evaluation_model().weight, torch.full((1, 3), 7.0))
+
+
+@LEARNERS
 def test_one_weight_that_the_program_changes_leaves_the_others(options: dict[str, Any]) -> None:
     _, handle, _ = _of_three(options, 4)
     before = handle.evaluation_model().weight.detach()
