@@ -1,5 +1,6 @@
 """A copy of the model with the average of all learners' weights, to evaluate or to save."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import compress
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ddpcore.comm.base import Communicator
@@ -162,8 +162,10 @@ def _average_pruned(result: nn.Module, learner: Learner, weights: Mapping[int, T
 
 def _pruned(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules of ``torch.nn.utils.prune``, and the names of their pruned parameters."""
+    if (prune := sys.modules.get("torch.nn.utils.prune")) is None:  # torch imports it late
+        return []
     hooks = ((module, hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return [(module, hook._tensor_name) for module, hook in hooks if isinstance(hook, BasePruningMethod)]
+    return [(module, hook._tensor_name) for module, hook in hooks if isinstance(hook, prune.BasePruningMethod)]
 
 
 def _masks(model: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import numpy as np
 from ddpcore.data import features, mnist
 from ddpcore.experiments.study import load_study
 from ddpcore.records.surface import read_surface
+from ddpcore.storage.files import read_packed
 from ddpcore.storage.json_lines import read_lines
 from ddpcore.training.checkpoint import Checkpoints
 
@@ -47,7 +48,7 @@ def idx(content: bytes) -> None:
 
 def gzip(content: bytes) -> None:
     path = written("file.gz", content)
-    refuses(lambda: mnist.files.read(path.with_suffix(""), "advice", MAX_BYTES))
+    refuses(lambda: read_packed(path.with_suffix(""), "advice", MAX_BYTES))
 
 
 def npz(content: bytes) -> None:
