@@ -395,7 +395,7 @@ class Lent:
             self._buffers: list[Tensor | None] = list(average.buffers())  # None once it was changed
             owners = [one._buffers for one in model.modules()]
             self._places = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
-        self._pauses = False  # whether gradients were averaged before
+        self._was_paused = False  # whether the loop had paused averages of gradients, by no_sync
         self.swap()
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ class Lent:
         learner, buckets = self._handle.learner, self._handle._buckets
         learner.hooks_paused = learner.lent = lends = not learner.lent
         if buckets is not None:
-            buckets.paused, self._pauses = lends or self._pauses, buckets.paused
+            buckets.paused, self._was_paused = lends or self._was_paused, buckets.paused
         with torch.inference_mode(False):
             for place, own in enumerate(self._own):
                 own.data, self._away[place] = self._away[place], own.data

@@ -216,12 +216,18 @@ def test_nested_no_sync_stays_paused() -> None:
     assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
 
 
-def test_sync_alone_changes_nothing() -> None:
-    """Outside of no_sync: gradients that the program has set are refused there, too."""
+def _of_two() -> tuple[torch.optim.Optimizer, ddpcore.Distributed, torch.Tensor, torch.Tensor]:
+    """An optimizer and the handle of two learners under SSGD, and a batch of each."""
     model = training.mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
     inputs, labels = training.samples(2, 4)
+    return optimizer, handle, inputs, labels
+
+
+def test_sync_alone_changes_nothing() -> None:
+    """Outside of no_sync: gradients that the program has set are refused there, too."""
+    optimizer, handle, inputs, labels = _of_two()
     with handle.sync():
         training.loss_of(handle.model(inputs), labels).backward()
     optimizer.step()
@@ -236,10 +242,7 @@ def test_sync_alone_changes_nothing() -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
     """Also after others, as Accelerate's trigger_sync_in_backward asks for it; none may follow."""
-    model = training.mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    inputs, labels = training.samples(2, 4)
+    optimizer, handle, inputs, labels = _of_two()
     with handle.no_sync():
         losses = [training.loss_of(handle.model(inputs), labels) for _ in range(2 + late)]
         losses[0].backward()
@@ -258,10 +261,7 @@ def test_a_pass_inside_no_sync_may_average(late: bool) -> None:
 
 
 def test_a_pass_that_averages_may_follow_no_sync_inside_sync() -> None:
-    model = training.mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    inputs, labels = training.samples(2, 4)
+    optimizer, handle, inputs, labels = _of_two()
     with handle.no_sync(), handle.sync():
         with handle.no_sync():
             training.loss_of(handle.model(inputs), labels).backward()
@@ -276,10 +276,7 @@ def test_a_pass_that_averages_may_follow_no_sync_inside_sync() -> None:
 
 
 def test_a_step_inside_no_sync_has_no_average_and_does_not_excuse_the_next() -> None:
-    model = training.mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    inputs, labels = training.samples(2, 4)
+    optimizer, handle, inputs, labels = _of_two()
     with handle.no_sync():
         training.loss_of(handle.model(inputs), labels).backward()
         optimizer.step()
