@@ -73,9 +73,9 @@ class Distributed:
     def num_samples(self) -> int | Sequence[int] | None:
         """For a strategy with ``weights="samples"``: the samples of a step, set by the loop before the backward pass.
 
-        A number; for virtual learners a sequence of one for each. What it is when a backward pass runs counts for the
-        pass. All passes whose gradients are added need the same. A step sets it to None, as a loop does that leaves a
-        step out.
+        A number; for virtual learners a sequence of one for each. It is kept as a tuple. The value when a backward pass
+        runs counts for the pass. All passes whose gradients are added need the same value. A step sets it to None, as a
+        loop does that leaves a step out.
         """
         return self._num_samples
 
@@ -84,7 +84,7 @@ class Distributed:
         self._num_samples = num
         if self._samples is not None and self._samples.is_on:
             counts = None if num is None else counts_of(num, len(self.models))
-            self._num_samples = None if counts is None else counts.tolist()  # a loop may fill one list anew
+            self._num_samples = None if counts is None else tuple(counts.tolist())  # only an assignment is noted
             self._samples.set(counts)
 
     @property

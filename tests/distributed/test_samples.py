@@ -176,6 +176,15 @@ def test_numbers_of_any_kind(num: Any) -> None:
     torch.testing.assert_close(handle.models[0].weight.detach(), expected - torch.cat(inputs).mean(0))
 
 
+def test_one_number_cannot_be_changed_alone() -> None:
+    """Only an assignment of all is noted."""
+    _, handle, _ = _begin(LocalSGD(1, weights="samples"))
+    handle.num_samples = [4, 1]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        handle.num_samples[0] = 2
+    assert handle.num_samples == (4, 1)
+
+
 def test_numbers_that_were_not_set_are_named_after_two_passes() -> None:
     _, handle, _ = _begin(SSGD(weights="samples"))
     with pytest.raises(ValueError, match="num_samples of learner 0 was not set"):
