@@ -103,7 +103,8 @@ class PhaseClock:
             return
         self.forward += self._end()
         self._is_last = getattr(module, "require_backward_grad_sync", True)  # False in no_sync() of torch
-        output = next((one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad), None)
+        leaves = [outputs] if isinstance(outputs, Tensor) else tree_leaves(outputs)
+        output = next((one for one in leaves if isinstance(one, Tensor) and one.requires_grad), None)
         if output is not None:
             with own_hooks():
                 output.register_hook(self._begin_backward)

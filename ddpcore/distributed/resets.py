@@ -2,7 +2,8 @@
 
 import weakref
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class ResetWatch:
     def __init__(self, flat: FlatParameters) -> None:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self.current = -1  # autograd's number of the current backward pass
+        self.whole = -1  # of the last one in which the gradients of all came together
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
         self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
@@ -36,9 +38,12 @@ class ResetWatch:
         self._sample, self._reset, self._known = [], set(), {}
 
     def _read(self) -> dict[int, tuple[int, int]]:
-        flat = self._flat()
-        grads = {} if flat is None else {index: flat.parameters[index].grad for own in self._sample for index in own}
-        return {index: (id(grad), grad._version) for index, grad in grads.items() if grad is not None}
+        flat, indices = self._flat(), [index for own in self._sample for index in own]
+        grads = [] if flat is None else [flat.parameters[index].grad for index in indices]
+        if all(map(is_, grads, repeat(None))):
+            return {}
+        pairs = zip(indices, grads, strict=True)
+        return {index: (id(grad), grad._version) for index, grad in pairs if grad is not None}
 
     def _end_pass(self) -> None:
         self._known = self._read()
@@ -65,6 +70,9 @@ class ResetWatch:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         now = self._read()
+        if not now and self._known:  # all were reset
+            self._reset.update(range(self._num_rows))
+            return
         for own in self._sample:
             others = [(row, index) for row, index in enumerate(own) if flat.parameters[index] is not first]
             grads = [(row, flat.parameters[i].grad) for row, i in others if now.get(i, 0) != self._known.get(i)]

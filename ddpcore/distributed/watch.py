@@ -68,10 +68,11 @@ class LoopWatch:
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if self.resets is not None:
-            exclude_from_compilation(ResetWatch, "note", "_end_pass")  # a compiled loop runs them, too
+            exclude_from_compilation(ResetWatch, "note", "_end_pass", recursive=False)  # a compiled loop runs them, too
+            exclude_from_compilation(LoopWatch, "_note_whole", "_note_all", recursive=False)
             flat.before_gradients = self.resets.note
         if self.resets is not None and not strategy.traits.averages_gradients:
-            flat.on_gradients.append(self._note_all)
+            flat.on_gradients.append(self._note_whole)
             exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
             note = partial(_note, self._noted, self.resets)
             for parameter in flat.parameters:
@@ -240,9 +241,19 @@ class LoopWatch:
         if self._flat.num_rows > 1:
             self._note_all()
 
+    def _note_whole(self) -> None:
+        """All gradients have come together. A penalty may add to some of them until the pass ends."""
+        assert self.resets is not None
+        self.resets.whole = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
+
     def _note_all(self) -> None:
-        pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
-        self._noted |= {key: grad._version for key, grad in pairs if grad is not None}
+        grads = list(map(_gradient_of, self._flat.parameters))
+        if all(map(is_, grads, self._flat.grad_views)):
+            self._noted.update(zip(self._flat.index, map(_version_of, grads), strict=True))
+        else:
+            pairs = zip(self._flat.index, grads, strict=True)
+            self._noted.update((key, grad._version) for key, grad in pairs if grad is not None)
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""
@@ -268,7 +279,9 @@ class LoopWatch:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
         flat, noted = self._flat, dict(self._noted)
         self._noted.clear()  # the hooks hold this object
-        grads = map(_gradient_of, flat.parameters) if noted else ()
+        grads = list(map(_gradient_of, flat.parameters)) if noted else []
+        if all(map(is_, grads, flat.grad_views)) and list(map(_version_of, grads)) == list(noted.values()):
+            return True
         pairs = zip(flat.index, grads, strict=False)
         versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
         changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
@@ -487,7 +500,9 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
-    if torch._C._current_graph_task_id() != resets.current:
+    if (current := torch._C._current_graph_task_id()) == resets.whole:
+        return
+    if current != resets.current:
         resets.note(parameter)
     if (grad := parameter.grad) is not None:
         noted[id(parameter)] = grad._version

@@ -12,16 +12,8 @@ Sizes = Sequence[int]
 IMAGE = (3, 32, 32)
 
 
-class Chain(nn.Module):
+class Chain(nn.Sequential):
     """Applies its submodules one after the other, in the order in which they were assigned."""
-
-    vectorizes = True
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """A batch ``[B, ...]`` to the output of the last submodule, the logits ``[B, num_classes]`` of a model."""
-        for module in self.children():
-            inputs = module(inputs)
-        return inputs
 
 
 def conv_norm(

@@ -34,6 +34,8 @@ class WeightStep:
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
         self._ready: set[int] = set()  # ids of the groups whose states are in the buffers
+        self._held: list[dict[str, Any]] = []  # all states of the optimizer
+        self._states_by_params: dict[tuple[int, ...], list[dict[str, Any]]] = {}  # by ids of parameters
 
     def average(self, average: WeightAverage | None, *, at_once: bool = False) -> None:
         """Set the average for the next step. It is applied at once if asked for, or if the optimizer is not fused."""
@@ -116,12 +118,23 @@ class WeightStep:
         if not names:
             return names
         assert self._columns is not None
-        states = [optimizer.state.get(p, {}) for p in params]
+        states = self._states_of(params)
         if self._columns.hold(names, params, states):
             self._ready.add(id(group))
             return names
         points = [(id(state.get("step")), *(state.get(name) is None for name in names)) for state in states]
         return names if all(point == points[0] for point in points) else None
+
+    def _states_of(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters. They are looked up again when the optimizer has others, since a lookup is slow."""
+        state, key = self._optimizer.state, tuple(map(id, params))
+        held = list(state.values())
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            self._held = held
+            self._states_by_params.clear()
+        if key not in self._states_by_params:
+            self._states_by_params[key] = [state.get(param, {}) for param in params]
+        return self._states_by_params[key]
 
     def _divide_steps(self, groups: Sequence[Group], names_of: Sequence[tuple[str, ...] | None]) -> None:
         """Give a group its own step counters, where the program has moved a parameter to it: kernels count by group."""
@@ -242,7 +255,7 @@ class _Columns:
         ``own`` has gradients outside of ``grad_LP``, by the parameter's index: ``rows`` are then the gradients of all
         learners, and else empty.
         """
-        members = tuple(id(parameter) for parameter in params)
+        members = tuple(map(id, params))
         if members not in self._spans:
             self._spans[members] = self._spans_of(set(members))
         num, outside = len(self.layout), {index % len(self.layout) for index in own}

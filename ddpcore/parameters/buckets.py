@@ -73,6 +73,7 @@ class GradientBuckets:
         self.num_paused = 0  # gradients that came while paused, since the last average
         self._on_message, self._on_end = on_message, on_end
         self._pass = self._noted = -1  # autograd's numbers of the current backward pass, and of the last one
+        self._whole = -1  # of the last one in which all gradients came together
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
@@ -98,7 +99,9 @@ class GradientBuckets:
         return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows]
 
     def _hook(self, parameter: Tensor) -> None:
-        current, gradient = torch._C._current_graph_task_id(), parameter.grad
+        if (current := torch._C._current_graph_task_id()) == self._whole:
+            return
+        gradient = parameter.grad
         if current != self._noted:
             self._noted = current
             if self._on_pass is not None:
@@ -173,6 +176,7 @@ class GradientBuckets:
             return
         if (current := torch._C._current_graph_task_id()) != self._pass:
             self._begin(current, bool(self._rows))
+        self._whole = current
         self._seen.update(range(len(self.flat.parameters)))
         self._rows.update(range(self.flat.num_rows))
 

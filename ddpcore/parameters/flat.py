@@ -83,6 +83,7 @@ class FlatParameters:
         sends_gradients: bool = True,
     ) -> None:
         self.on_gradients = []
+        self._lent_to = -1  # autograd's number of the backward pass that writes gradients in grad_LP
         self.shards, self._sends_gradients = shards, sends_gradients
         rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
@@ -200,19 +201,22 @@ class FlatParameters:
         given = [grad for grad in grads if grad is not None]
         if parameters is not self.parameters or len(given) < len(grads):
             return False
+        is_lent = self._lent_to != -1
+        if is_lent and self._lent_to != torch._C._current_graph_task_id():
+            return False
         gradients = list(map(_gradient_of, parameters))
         is_new = all(map(is_, gradients, repeat(None)))
-        if is_new:
-            self._detach_kept_grads(range(len(parameters)))
-        elif not all(map(is_, gradients, self.grad_views)):
+        if not is_new and (is_lent or not all(map(is_, gradients, self.grad_views))):
             return False
-        if self._hooks.may_act(parameters) or not all(map(_is_trained, parameters)):
-            return False
-        if not self.has_grads_in_place():
+        if not is_lent and not self._may_write(is_new):
             return False
         if self.before_gradients is not None:
             self.before_gradients()
-        (torch._foreach_copy_ if is_new else torch._foreach_add_)(self._grad_stacks, given)
+        self._lent_to = -1
+        pairs = [(stack, grad) for stack, grad in zip(self._grad_stacks, given, strict=True) if grad is not stack]
+        if pairs:
+            stacks, others = zip(*pairs, strict=True)
+            (torch._foreach_copy_ if is_new else torch._foreach_add_)(stacks, others)
         torch.autograd.graph.increment_version(self.grad_views)
         if is_new:
             for parameter, view in zip(parameters, self.grad_views, strict=True):
@@ -220,6 +224,38 @@ class FlatParameters:
         for call in self.on_gradients:
             call()
         return True
+
+    def _may_write(self, is_new: bool) -> bool:
+        """Whether gradients may go to ``grad_LP`` without autograd. What the program keeps of them is moved first."""
+        if is_new:
+            self._detach_kept_grads(range(len(self.parameters)))
+        if self._hooks.may_act(self.parameters) or not all(map(_is_trained, self.parameters)):
+            return False
+        return self.has_grads_in_place()
+
+    def lend_grads(self) -> dict[int, Tensor]:
+        """The gradients ``[L, *S]`` by segment, for layers to write once in the backward pass that begins.
+
+        They are lent while no parameter has a gradient and :meth:`add_gradients` would copy the results; else empty.
+        """
+        if self._lent_to != -1 or not all(map(is_, map(_gradient_of, self.parameters), repeat(None))):
+            return {}
+        if not self._may_write(True):
+            return {}
+        self._lent_to = torch._C._current_graph_task_id()
+        return dict(enumerate(self._grad_stacks))
+
+    def take_back(self, grads: Sequence[Tensor | None] = ()) -> Sequence[Tensor | None]:
+        """End the loan to this pass, or outside of a pass to one that failed.
+
+        Returns these gradients, with memory of their own where they were written in ``grad_LP``.
+        """
+        if (current := torch._C._current_graph_task_id()) not in (-1, self._lent_to):
+            return grads
+        self._lent_to = -1
+        return [
+            grad.clone() if grad is not None and current != -1 and self._is_inside(grad) else grad for grad in grads
+        ]
 
     def _detach_kept_grads(self, indices: Iterable[int]) -> None:
         """Give a gradient that the program keeps (``kept = p.grad``) memory of its own before the next is written."""

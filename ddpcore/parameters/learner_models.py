@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -9,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, vmap
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from typing_extensions import override
 
+from ddpcore.parameters.chains import Layer, Pass, is_aligned, run_chain
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
+
+_is_trained = attrgetter("requires_grad")
 
 
 class LearnerModels(nn.Module):
@@ -26,44 +29,50 @@ class LearnerModels(nn.Module):
     Each learner is an ordinary model: hooks, Python state and buffers are its own, and it may be called by itself.
 
     Args:
-        vectorize: True runs all learners in one ``torch.func.vmap`` over the rows. False runs one after the other, with
-            the bits of a real learner. None chooses vmap for plain models if it makes their step faster
-            (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`). Plain is an ``nn.Sequential`` of linear layers,
-            normalisations of samples and activations, or of classes that set ``vectorizes = True`` beside
-            their ``forward``. Models with hooks or parametrizations always run in turn.
+        vectorize: False runs one learner after the other, with the bits of a real learner. None runs learners together
+            where that is faster. A chain is an ``nn.Sequential`` of linear layers, ``nn.Flatten`` and activations by
+            element: it computes one product a layer for all learners, with the same bits. On a CPU that takes batches
+            whose rows are aligned, a multiple of 16 samples in float32. Other batches, and models of classes
+            that set ``vectorizes = True`` beside their ``forward``, of normalisations of samples and of softmax, run
+            together if they are many and small (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`), in
+            ``torch.func.vmap`` if they are no chain. True runs any models together. Models with hooks or
+            parametrizations always run in turn.
     """
 
     def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | None = None) -> None:
         super().__init__()
         # torch.compile(handle.model) compiles the models that are called here.
-        exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
+        exclude_from_compilation(LearnerModels, "forward", "_together", "_run_chain", "_in_turn", recursive=False)
         self.models = nn.ModuleList(models)
         self._flat, self._rules = flat, VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
         self.rows = range(len(self.models))  # learners that the next call runs: all, except in a loop over split()
-        self._in_vmap: bool | None = None  # whether the calls inside split() run in vmap
+        self._are_together: bool | None = None  # whether the calls inside split() run learners together
         self.vectorize = vectorize
-        self._wants_vmap, self._why = bool(vectorize), f"vectorize={vectorize!r}"
+        self._wants_together, self._why = bool(vectorize), f"vectorize={vectorize!r}"
         if vectorize is None:
-            self._wants_vmap, self._why = choice_by_shape(flat)
+            self._wants_together, self._why = choice_by_shape(flat)
+        self._takes_any_batch = self._wants_together
+        if vectorize is None and self._rules.allow(plain_only=True) and self._rules.chain is not None:
+            self._wants_together, self._why = True, "one product a layer for all learners"
 
     @property
     def choice(self) -> str:
         """How the models run, and why: ``together: ...`` or ``in turn: ...``."""
-        if self._wants_vmap and not self.runs_in_vmap():
+        if self._wants_together and not self.runs_together():
             return "in turn: models have hooks or differ, or are not known to compute the same in vmap"
-        return f"{'together' if self._wants_vmap else 'in turn'}: {self._why}"
+        return f"{'together' if self._wants_together else 'in turn'}: {self._why}"
 
-    def runs_in_vmap(self) -> bool:
+    def runs_together(self) -> bool:
         """Whether a call runs all learners together."""
-        return self._wants_vmap and self._rules.allow(plain_only=self.vectorize is None)
+        return self._wants_together and self._rules.allow(plain_only=self.vectorize is None)
 
     def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
         """See :meth:`ddpcore.Distributed.split`."""
         num = len(self.models)
-        self._in_vmap = self.runs_in_vmap()
+        self._are_together = self.runs_together()
         if at_once is None:
-            at_once = num if self._in_vmap else 1
+            at_once = num if self._are_together else 1
         if at_once < 1:
             raise ValueError(f"at_once is {at_once}: it must be 1 or more learners")
         try:
@@ -71,7 +80,7 @@ class LearnerModels(nn.Module):
                 self.rows = range(begin, min(begin + at_once, num))
                 yield tuple(tensor[begin : self.rows.stop] for tensor in tensors)
         finally:
-            self.rows, self._in_vmap = range(num), None
+            self.rows, self._are_together = range(num), None
 
     @override
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -112,20 +121,36 @@ class LearnerModels(nn.Module):
         in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
-        in_vmap = self.runs_in_vmap() if self._in_vmap is None else self._in_vmap
-        return (self._together if in_vmap else self._in_turn)(inputs, named_inputs)
+        if not (self.runs_together() if self._are_together is None else self._are_together):
+            return self._in_turn(inputs, named_inputs)
+        chain = self._rules.chain
+        if chain is None or not is_one or inputs[0].dim() < 3:
+            return self._together(inputs, named_inputs)
+        if not self._takes_any_batch and not is_aligned(inputs[0]):
+            return self._in_turn(inputs, named_inputs)
+        return self._run_chain(inputs[0], chain)
+
+    def _run_chain(self, inputs_LB: Tensor, chain: Sequence[Layer]) -> Tensor:
+        one, stacks = self._begin_pass()
+        return run_chain(chain, inputs_LB, stacks, one)
+
+    def _begin_pass(self) -> tuple[Pass, Sequence[Tensor]]:
+        """A pass of the learners that run, and their weights in an autograd graph, ``[L, *S]`` of each segment."""
+        flat, rows = self._flat, self.rows
+        if torch._C._current_graph_task_id() == -1:
+            flat.take_back()  # a backward pass that failed had some of it
+        num, parameters = len(flat.segments), flat.parameters
+        if len(rows) < flat.num_rows:
+            parameters = parameters[rows.start * num : rows.stop * num]
+        one = Pass(flat, rows, parameters, self._token if any(map(_is_trained, flat.parameters)) else None)
+        return one, _apply_rows(one.token, one, *parameters)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
-        flat = self._flat
-        token = self._token if any(parameter.requires_grad for parameter in flat.parameters) else None
-        first, models = self.rows.start, [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
+        models = [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
         own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]
         if any(buffers.keys() != own[0].keys() for buffers in own):
             return self._in_turn(inputs, named_inputs)
-        num, param_LP, parameters = len(flat.segments), flat.param_LP[first : self.rows.stop], flat.parameters
-        if len(models) < len(self.models):
-            parameters = parameters[first * num : self.rows.stop * num]
-        rows = _Rows.apply(token, flat, parameters, *flat.stacks_of(param_LP), *parameters)
+        one_pass, rows = self._begin_pass()
         stacks = dict(zip(self._rules.names, rows, strict=True))
         buffers = {name: torch.stack([buffers[name] for buffers in own]) for name in own[0]}
         values: list[Any] = []  # of the outputs of one learner; vmap returns tensors only
@@ -145,27 +170,13 @@ class LearnerModels(nn.Module):
             for row, model_buffers in zip(rows, own, strict=True):
                 model_buffers[name].data.copy_(row.detach())
         self._rules.share_state(self.rows)
-        self._watch_weights(outputs)
-        rest = iter(outputs)
-        leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(models) for value in values]
-        return tree_unflatten(leaves, structure)
-
-    def _watch_weights(self, outputs: Sequence[Tensor]) -> None:
-        """Let autograd refuse a backward pass after the program has changed weights in place.
-
-        The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
-        """
-        flat = self._flat
-        versions = [parameter._version for parameter in flat.parameters]
-
-        def check(grad: Tensor) -> None:
-            if versions != [parameter._version for parameter in flat.parameters]:
-                torch.autograd.graph.increment_version(flat.param_LP)
-
         with own_hooks():
             for output in outputs:
                 if output.requires_grad:
-                    output.register_hook(check)
+                    output.register_hook(one_pass.check_weights)
+        rest = iter(outputs)
+        leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(models) for value in values]
+        return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
         models = [self.models[place] for place in self.rows]
@@ -209,27 +220,28 @@ class _Rows(torch.autograd.Function):
     """One tensor ``[L, *S]`` per segment, in the memory of the parameters. Gradients go to the parameters."""
 
     @staticmethod
-    def forward(
-        ctx: Any, token: Tensor | None, flat: FlatParameters, parameters: Sequence[Tensor], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.flat, ctx.parameters, ctx.token = flat, parameters, token
+    def forward(ctx: Any, token: Tensor | None, one: Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.one = one
         ctx.set_materialize_grads(False)
-        return tuple(stack.view_as(stack) for stack in tensors[: len(flat.segments)])
+        rows_LP = one.flat.param_LP[one.rows.start : one.rows.stop]
+        return tuple(stack.detach() for stack in one.flat.stacks_of(rows_LP))  # with the version of all weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         refuse_compiled_autograd()
-        num, rows = len(grads), len(ctx.parameters) // len(grads)
+        flat, parameters = ctx.one.flat, ctx.one.parameters
+        rows = len(parameters) // len(grads)
         own: list[Sequence[Tensor | None]]
-        none = (None,) * (3 + num)
         # create_graph=True needs the graph of each gradient, and is_grads_batched=True passes batches of gradients.
         if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
             own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]
-        # autograd reaches the token in backward(), and not in torch.autograd.grad() or with inputs=.
-        elif torch._C._will_engine_execute_node(get_gradient_edge(ctx.token).node) and ctx.flat.add_gradients(
-            ctx.parameters, grads
-        ):
-            return *none, *(None,) * len(ctx.parameters)
+        elif ctx.one.accumulates() and flat.add_gradients(parameters, grads):
+            return (None,) * (2 + len(parameters))
         else:  # each gradient has its own version counter
+            grads = flat.take_back(grads)
             own = [[None if grad is None else grad[row].data for row in range(rows)] for grad in grads]
-        return *none, *(segment[row] for row in range(rows) for segment in own)
+        return None, None, *(segment[row] for row in range(rows) for segment in own)
+
+
+# Function.apply looks at each argument, which takes as long as the rest. No transform of torch.func is active here.
+_apply_rows = super(torch.autograd.Function, _Rows).apply

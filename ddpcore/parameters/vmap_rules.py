@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
+from ddpcore.parameters.chains import Layer, chain_of
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import num_hooks
 
@@ -57,11 +58,21 @@ class VmapRules:
         self._alike = self._hooked = self._plain = self._have_frozen = False
         self._loose: list[tuple[nn.Module, nn.Module, str]] = []  # attributes that must be compared for each pass
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
+        self._chain: list[Layer] | None = None
+        self._layout: object = None  # of the flat buffer, when the chain was read
 
     @property
     def names(self) -> list[str]:
         """The present name of each segment in learner 0's model."""
         return [self._names[id(parameter)] for parameter in self._flat.parameters[: len(self._flat.segments)]]
+
+    @property
+    def chain(self) -> list[Layer] | None:
+        """The layers of models that are a chain; None if they are none."""
+        if self._layout is not self._flat.segments:
+            self._layout = self._flat.segments
+            self._chain = chain_of(self._models, self._flat) if self._plain else None
+        return self._chain
 
     @property
     def have_untrained(self) -> bool:
@@ -137,6 +148,7 @@ class VmapRules:
         named = [(one, other, name) for one, other in pairs for name in _public(one) if one is not other]
         values = [(vars(one)[name], vars(other)[name]) for one, other, name in named]
         self._plain = self._alike and all(map(_vectorizes, first)) and all(_is_equal_value(*two) for two in values)
+        self._layout = None
         self._loose = [place for place, two in zip(named, values, strict=True) if not _decides(*two)]
         self._getters = [itemgetter("training", *_public(module)) for module in first] if self._alike else []
         self._facts = self._read_facts(attributes)

@@ -56,7 +56,7 @@ def estimate(config: TrainConfig, trainer: Trainer) -> str:
     num = len(trainer.learners)
     samples = -(-config.data.batch_size // (config.strategy.learners * config.data.accumulation))
     model: Any = trainer.handle.model
-    at_once = min(num, trainer.at_once or (1 if trainer.stacked and not model.runs_in_vmap() else num))
+    at_once = min(num, trainer.at_once or (1 if trainer.stacked and not model.runs_together() else num))
     found = activation_bytes(config, trainer.dataset, samples)
     weights = num * sum(parameter.nbytes for parameter in trainer.module.parameters()) * (2 + num_states(config))
     who = f"{at_once} of {num} learners at once" if num > 1 else "one learner"

@@ -291,7 +291,7 @@ def test_state_that_a_pass_in_vmap_changes(at_once: int | None) -> None:
     alone = [copy.deepcopy(model) for model in together.models]
     for _ in range(3):
         inputs = torch.randn(4, 3, 4)
-        assert together.runs_in_vmap()
+        assert together.runs_together()
         expected = torch.stack([model(x) for model, x in zip(alone, inputs, strict=True)])
         outputs = torch.cat([together(part) for (part,) in together.split(inputs, at_once=at_once)])
         torch.testing.assert_close(outputs, expected)

@@ -145,8 +145,8 @@ def test_attributes_and_layers_that_change_later(change: Any, vectorize: bool | 
     [((10, 50, 2), 256, True), ((64, 128, 10), 16, True), ((64, 128, 10), 4, False), ((64, 1024, 1024, 10), 16, False)],
 )
 def test_number_and_size_choose(widths: tuple[int, ...], num: int, together: bool) -> None:
-    """Many small models run together; few, and large ones, in turn. The choice and its reason can be read."""
-    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    """Many small models run in vmap; few, and large ones, in turn. The choice and its reason can be read."""
+    layers = [nn.Sequential(nn.Linear(*pair), nn.Softmax(-1)) for pair in pairwise(widths)]
     model = nn.Sequential(*layers)
     handle = ddpcore.distribute(model, FusedSGD(model.parameters(), lr=0.1), ddpcore.LocalSGD(), learners=num)
     per_layer = sum(p.numel() for p in model.parameters()) // len(layers)
