@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from timing import interleaved
 from torch import Tensor
 
 from ddpcore.diagnostics import DataLoss, Hessian
 from ddpcore.models import MODELS
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved
 
 
 def contenders(name: str, num_samples: int) -> list[Callable[[], object]]:

@@ -11,10 +11,9 @@ import argparse
 from functools import partial
 
 import torch
-from common import Case, itemsize, main, randn, torch_step
+from common import Case, bytes_per_param, itemsize, main, randn, torch_step
 
 from ddpcore import ops
-from ddpcore.ops.steps import bytes_per_param
 
 MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
 ADAM = {"lr": 1e-3, "weight_decay": 1e-4}

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from common import Case, itemsize, main, pieces, randn, torch_step
+from common import Case, bytes_per_param, itemsize, main, pieces, randn, torch_step
 
 from ddpcore import ops
-from ddpcore.ops.steps import bytes_per_param
 
 Tensors = list[torch.Tensor]
 STEP = {"lr": 1e-3, "momentum": 0.9}

@@ -14,13 +14,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from common import add_options, append, parse
+from timing import interleaved
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved, quantiles
+from ddpcore.runtime.timing import quantiles
 
 WATCHED = ("off", "off again", "free", "all")
 

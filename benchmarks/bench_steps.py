@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import add_options, append, parse
+from timing import interleaved
 
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved, quantiles
+from ddpcore.runtime.timing import quantiles
 
 Step = Callable[[], Any]
 NUM_CLASSES, SHAPE = 100, (3, 32, 32)

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import add_options, append, parse
+from timing import interleaved
 
 from ddpcore.data import Augmentation, Dataset, Normalization, Split
 from ddpcore.models import MODELS
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved, quantiles
+from ddpcore.runtime.timing import quantiles
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import LearnerPlacement, build_trainer
 from ddpcore.training.loop import CHECK_EVERY

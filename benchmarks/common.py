@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from timing import copying, interleaved
 
+from ddpcore.ops.steps import RULES
 from ddpcore.parameters.flat import ALIGNMENT
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import copying, interleaved, quantiles
+from ddpcore.runtime.timing import quantiles
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS = "append the rows to this file, one JSON object a line"
 NUM_TENSORS = 64  # in the lists of tensors
 SIZES = [10**6 // 4, 10**7 // 4, 10**8 // 4]  # elements: 1, 10 and 100 MB of fp32
 
@@ -42,13 +45,11 @@ class Case:
 MakeCase = Callable[[int, argparse.Namespace], Case]
 
 
-def add_options(parser: argparse.ArgumentParser, *, repeats: int) -> None:
-    """The options of all benchmarks: device, number of repeats, and a file for the rows."""
+def add_options(parser: argparse.ArgumentParser, *, repeats: int, to_file: str = ROWS) -> None:
+    """The options of all benchmarks: device, number of repeats, and a file, whose help is ``to_file``."""
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--repeats", type=int, default=repeats, help="samples of each contender")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="append the rows to this file, one JSON object a line"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help=to_file)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -58,6 +59,8 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json: {options.json} is a folder, or lies in none: name a file in a folder that exists")
     return options
 
 
@@ -66,6 +69,14 @@ def append(path: Path | None, *rows: dict[str, Any]) -> None:
     if path is not None:
         with path.open("a") as file:
             file.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write a result to the file, if there is one, whole or not at all."""
+    if path is not None:
+        beside = path.with_name(f"{path.name}.part")
+        beside.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+        beside.replace(path)
 
 
 def randn(numel: int, options: argparse.Namespace, *leading: int) -> torch.Tensor:
@@ -87,6 +98,22 @@ def pieces(numel: int, options: argparse.Namespace) -> list[torch.Tensor]:
 def itemsize(options: argparse.Namespace) -> int:
     """Bytes of one element."""
     return DTYPES[options.dtype].itemsize
+
+
+def bytes_per_param(optimizer: str, itemsize: int, rounded_states: bool = False) -> tuple[int, int]:
+    """The smallest and the largest number of bytes that our kernel of an optimizer moves per element.
+
+    A step reads weight, gradient and states, and writes weight and states: with momentum five elements, the least that
+    it can move. LARS needs two norms before its first store, and LAMB one, so they read a tensor twice. The smallest
+    number assumes that the second pass finds the tensor in cache: LARS then moves as much as SGD, and LAMB as AdamW.
+    The largest number assumes no cache hit: LARS reads weight and gradient again, and LAMB weight and moments.
+    ``itemsize`` is the size of a weight and of a gradient; with ``rounded_states`` momentum and moments are bfloat16.
+    """
+    rule = RULES[optimizer]
+    states = len(rule.buffers) * (2 if rounded_states else 4 if rule.wide_states else itemsize)
+    least = 3 * itemsize + 2 * states
+    again = itemsize + (states if rule.wide_states else itemsize)
+    return least, least + again if rule.uses_norms else least
 
 
 def torch_step(

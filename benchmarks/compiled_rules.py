@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from common import add_options, append, parse
+from timing import interleaved
 from torch import Tensor
 
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.runtime.machine import machine
-from ddpcore.runtime.timing import interleaved, quantiles
+from ddpcore.runtime.timing import quantiles
 
 BETAS = (0.9, 0.999)
 Tensors = list[Tensor] | tuple[Tensor, ...]

@@ -225,7 +225,8 @@ bench() {
     fi
     local name rule training=(--device $device --json "$out/training.jsonl")
     local ranks=(--world-size "$num_gpus")
-    step optim-float32 30 "$python" -m ddpcore.bench optim --device $device "${lists[@]}" --json "$out/optim-float32.json"
+    local optim=("$python" benchmarks/bench_optim.py --device $device "${lists[@]}")
+    step bench_optim-float32 30 "${optim[@]}" --json "$out/optim-float32.json"
     for name in rules-sgd rules-adamw rules-lars rules-lamb mix mix_steps norms; do
         case $name in rules-*) rule=(--rules "${name#rules-}") ;; *) rule=() ;; esac
         kernel bench_$name 9 "${rule[@]}" "${all[@]}"
@@ -238,8 +239,7 @@ bench() {
     step strategies 10 "$python" -m ddpcore.bench run.device=$device --backend virtual model=lenet5 \
         --strategies ssgd,dpsgd,local_sgd "${strategies[@]}" --json "$out/strategies.json"
     step bench_statistics 8 "$python" benchmarks/bench_statistics.py "${training[@]}" "${stats[@]}"
-    [ -n "$dry" ] || step optim-bfloat16 14 "$python" -m ddpcore.bench optim --device $device --dtype bfloat16 \
-        "${lists[@]}" --json "$out/optim-bfloat16.json"
+    [ -n "$dry" ] || step bench_optim-bfloat16 14 "${optim[@]}" --dtype bfloat16 --json "$out/optim-bfloat16.json"
     if [ "$num_gpus" -lt 2 ]; then
         for name in buckets predict comm; do
             skip $name "ranks that share a GPU have no link to measure: bench_shm has their memory" 8

@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with extra("bench"):
             from ddpcore.bench.commands import COMMANDS  # noqa: PLC0415  a missing package is one line
+        if name == "optim":
+            raise ValueError("optim is a script of the sources now: run python benchmarks/bench_optim.py")
         if name not in COMMANDS:
             known = ", ".join(filter(None, COMMANDS))
             raise ValueError(f"unknown command {name!r}: choose from {known}, or give flags and KEY=VALUE")

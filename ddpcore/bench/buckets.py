@@ -258,4 +258,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-KIND = command.Kind(BucketsConfig, prepare, lambda result: "recommended" in result, "Bucket sizes", parts, charts)
+KIND = command.Kind(lambda result: "recommended" in result, "Bucket sizes", parts, charts, BucketsConfig, prepare)

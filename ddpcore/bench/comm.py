@@ -24,6 +24,7 @@ from ddpcore.ops import Mixture
 from ddpcore.options.fields import field
 from ddpcore.parameters.flat import MiB
 from ddpcore.runtime.launch import World
+from ddpcore.runtime.machine import check_memory, free_memory
 from ddpcore.runtime.progress import ProgressReport
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -77,9 +78,9 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
                 raise
     processes = resolved.world_size if resolved.device == "cpu" else 1
     per_mib = processes * len(chosen) * BUFFERS * MiB
-    largest = max(1, int(min(command.free_memory(resolved.device) / per_mib, config.max_mib)))
+    largest = max(1, int(min(free_memory(resolved.device) / per_mib, config.max_mib)))
     advice = f"take --max-mib {largest}, or name one --transport"
-    command.check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)
+    check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)
     return command.start_ranks(run_rank, resolved, config, tuple(chosen))
 
 
@@ -287,4 +288,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return drawn
 
 
-KIND = command.Kind(CommConfig, prepare, command.has("op"), "Operations over transports", parts, charts)
+KIND = command.Kind(command.has("op"), "Operations over transports", parts, charts, CommConfig, prepare)

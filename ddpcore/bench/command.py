@@ -1,10 +1,9 @@
 """Functions of all commands: resolve a config, start ranks, check memory, describe the machine, publish a result."""
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -15,7 +14,7 @@ from ddpcore.display.table import console_of, print_parts
 from ddpcore.models import MODELS
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
-from ddpcore.runtime.machine import machine
+from ddpcore.runtime.machine import check_memory, machine
 from ddpcore.storage.files import shown
 from ddpcore.storage.json_lines import to_json, write_json
 
@@ -50,33 +49,10 @@ def check_models_memory(num_models: int, resolved: ResolvedConfig, advice: str) 
     check_memory(f"{num_models} copies of {model.name}", needed, resolved.device, advice)
 
 
-def free_memory(device: str) -> float:
-    """Bytes that can be allocated; infinity if the system does not report them."""
-    if device == "cuda":
-        return float(torch.cuda.mem_get_info()[0])
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return math.inf if found is None else 1024.0 * int(found[1])
+@dataclass(frozen=True)
+class Results:
+    """The kind of the results of a bench, and what is shown of them."""
 
-
-def check_memory(what: str, needed: float, device: str, advice: str) -> None:
-    """Raise ValueError unless this many bytes are free: where memory runs out, the system kills without a message."""
-    free, need = free_memory(device), f"{what} need about {needed / 1e9:.1f} GB of memory"
-    if needed > free:
-        raise ValueError(f"{need} and {free / 1e9:.1f} GB are free: {advice}")
-
-
-class Kind(NamedTuple):
-    """A command, and the kind of its results.
-
-    ``prepare`` checks the options on this machine, with torchrun's world or None, and returns a function that runs the
-    command. It raises ValueError, in one line, before any process starts.
-    """
-
-    options: type[Options]  # of its flags
-    prepare: Callable[[Any, World | None], Callable[[], None]]
     knows: Callable[[dict[str, Any]], bool]  # whether a JSON file with rows is such a result
     title: str  # of its section of the page
     parts: Callable[[dict[str, Any]], Sequence[Table | str]]  # its tables and sentences
@@ -89,6 +65,18 @@ class Kind(NamedTuple):
         if not (drawn := with_values(self.charts(result))):
             raise ValueError(f"--plot: no row has a number to draw, so {shown(path)} is not written")
         plot_charts(drawn, path, self.title if len(drawn) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Kind(Results):
+    """A command, with the kind of its results.
+
+    ``prepare`` checks the options on this machine, with torchrun's world or None, and returns a function that runs the
+    command. It raises ValueError, in one line, before any process starts.
+    """
+
+    options: type[Options]  # of its flags
+    prepare: Callable[[Any, World | None], Callable[[], None]]
 
 
 def has(key: str) -> Callable[[dict[str, Any]], bool]:

@@ -144,4 +144,4 @@ _COLUMNS = {
 }
 
 
-KIND = Kind(DemoConfig, prepare, lambda result: "failed_above_pct" in result, "Handwritten digits", parts, charts)
+KIND = Kind(lambda result: "failed_above_pct" in result, "Handwritten digits", parts, charts, DemoConfig, prepare)

@@ -208,4 +208,4 @@ _LINKS = {
     "latency us": lambda row: f"{1e6 * row['latency_s']:,.0f}",
     "Mb/s": lambda row: f"{8e-6 * row['bytes_per_s']:,.0f}",
 }
-KIND = Kind(DoctorConfig, prepare, lambda result: "problems" in result, "Hosts and links", parts, lambda result: [])
+KIND = Kind(lambda result: "problems" in result, "Hosts and links", parts, lambda result: [], DoctorConfig, prepare)

@@ -326,5 +326,5 @@ def charts(result: dict[str, Any]) -> list[Chart]:
 
 
 KIND = command.Kind(
-    PredictConfig, prepare, lambda result: "compute_ms" in result, "Predicted step times", parts, charts
+    lambda result: "compute_ms" in result, "Predicted step times", parts, charts, PredictConfig, prepare
 )

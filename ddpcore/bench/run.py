@@ -241,4 +241,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return [*drawn, Chart(title=title, kind="bars", x_label="ratio of medians", series=[relative])]
 
 
-KIND = Kind(BenchConfig, prepare, has("samples_per_s"), "Strategies", parts, charts)
+KIND = Kind(has("samples_per_s"), "Strategies", parts, charts, BenchConfig, prepare)

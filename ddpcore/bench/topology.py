@@ -110,4 +110,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
 
 
-KIND = Kind(TopologyConfig, prepare, has("spectral_gap"), "Topologies", parts, charts)
+KIND = Kind(has("spectral_gap"), "Topologies", parts, charts, TopologyConfig, prepare)

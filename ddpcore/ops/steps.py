@@ -326,19 +326,3 @@ def new_scratch(params: Sequence[Tensor]) -> Tensor:
 def new_trust(params: Sequence[Tensor]) -> Tensor:
     """``[len(params), 3]`` of NaN. LARS and LAMB write ratio, weight norm and gradient or update norm into it."""
     return torch.full((len(params), 3), math.nan, dtype=torch.float64, device=params[0].device)
-
-
-def bytes_per_param(optimizer: str, itemsize: int, rounded_states: bool = False) -> tuple[int, int]:
-    """The smallest and the largest number of bytes that our kernel of an optimizer moves per element.
-
-    A step reads weight, gradient and states, and writes weight and states: with momentum five elements, the least that
-    it can move. LARS needs two norms before its first store, and LAMB one, so they read a tensor twice. The smallest
-    number assumes that the second pass finds the tensor in cache: LARS then moves as much as SGD, and LAMB as AdamW.
-    The largest number assumes no cache hit: LARS reads weight and gradient again, and LAMB weight and moments.
-    ``itemsize`` is the size of a weight and of a gradient; with ``rounded_states`` momentum and moments are bfloat16.
-    """
-    rule = RULES[optimizer]
-    states = len(rule.buffers) * (2 if rounded_states else 4 if rule.wide_states else itemsize)
-    least = 3 * itemsize + 2 * states
-    again = itemsize + (states if rule.wide_states else itemsize)
-    return least, least + again if rule.uses_norms else least

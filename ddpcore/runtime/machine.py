@@ -1,7 +1,9 @@
-"""A description of the machine and the software versions, for records; a setting of its memory allocator."""
+"""A description of the machine and the software versions, for records; its memory."""
 
 import ctypes
+import math
 import platform
+import re
 import subprocess
 import time
 from contextlib import suppress
@@ -59,6 +61,24 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+
+
+def free_memory(device: str) -> float:
+    """Bytes that can be allocated; infinity if the system does not report them."""
+    if device == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return math.inf if found is None else 1024.0 * int(found[1])
+
+
+def check_memory(what: str, needed: float, device: str, advice: str) -> None:
+    """Raise ValueError unless this many bytes are free: where memory runs out, the system kills without a message."""
+    free, need = free_memory(device), f"{what} need about {needed / 1e9:.1f} GB of memory"
+    if needed > free:
+        raise ValueError(f"{need} and {free / 1e9:.1f} GB are free: {advice}")
 
 
 def keep_freed_memory() -> bool:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ddpcore.bench import __main__ as bench
-from ddpcore.bench import optim
 from ddpcore.bench.commands import COMMANDS
 from ddpcore.display import chart
 from ddpcore.runtime import launch
@@ -25,7 +24,6 @@ def no_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "run", refuse)
-    monkeypatch.setattr(optim, "measure", refuse)
     monkeypatch.setattr(chart, "find_spec", lambda name: name)  # matplotlib may be missing, which is another refusal
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -13,12 +13,11 @@ import pytest
 
 from ddpcore.bench import __main__ as bench
 from ddpcore.bench import buckets
-from ddpcore.bench import command as of_commands
 from ddpcore.bench.buckets import BucketsConfig, overlap_pct, recommend, row_of
 from ddpcore.bench.contender import Contender, parse_sizes
 from ddpcore.display import chart
 from ddpcore.models import MODELS
-from ddpcore.runtime import launch
+from ddpcore.runtime import launch, machine
 from helpers import ranks
 from helpers.drawn import words_drawn
 
@@ -137,7 +136,7 @@ def test_missing_packages_and_memory_are_named(
     monkeypatch.setattr(chart, "find_spec", lambda name: None)
     assert bench.main(["buckets", "--plot", "out.png"]) == 2
     assert "pip install 'ddpcore[report]'" in capsys.readouterr().err
-    monkeypatch.setattr(of_commands, "free_memory", lambda device: 1e6)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1e6)
     assert bench.main(["buckets"]) == 2
     assert "name fewer sizes with --bucket-mb" in capsys.readouterr().err
     assert bench.main(["predict"]) == 2
@@ -152,7 +151,7 @@ def test_exit_codes(command: str, error: BaseException, code: int, monkeypatch: 
         raise error
 
     monkeypatch.setattr(launch, "run", fail)
-    monkeypatch.setattr(of_commands, "free_memory", lambda device: math.inf)  # whatever else runs on this machine
+    monkeypatch.setattr(machine, "free_memory", lambda device: math.inf)  # whatever else runs on this machine
     assert bench.main([command]) == code
 
 

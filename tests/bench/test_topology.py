@@ -83,7 +83,8 @@ REFUSED = [
     ("topology ring --seed -1", "--seed is -1"),
     ("topology ring --json nowhere/out.json", "does not exist"),
     ("topology ring --steps 3", "--steps"),
-    ("topologies", "unknown command 'topologies': choose from buckets, comm, demo, doctor, optim, predict"),
+    ("optim --models lenet5", "optim is a script of the sources now: run python benchmarks/bench_optim.py"),
+    ("topologies", "unknown command 'topologies': choose from buckets, comm, demo, doctor, predict"),
 ]
 
 

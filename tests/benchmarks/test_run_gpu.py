@@ -219,7 +219,7 @@ def test_failures_and_time_limits_stop_nothing_else(interpreter: Path, tmp_path:
         "bench_sharded",
     }  # of the CPU
     assert benches < {name.partition("-")[0] for name in status}
-    assert {"optim-float32", "strategies", "buckets", "predict", "comm"} <= set(status)
+    assert {"strategies", "buckets", "predict", "comm"} <= set(status)
     assert status.pop("bench_rules-lars") == "timeout"
     assert status.pop("bench_mix") == "failed"
     assert status.pop("study") == "skipped"
@@ -231,7 +231,10 @@ def test_what_finds_no_time_left_is_cut_and_listed(interpreter: Path, tmp_path: 
     out = tmp_path / "out"
     assert run([str(out), "--only", "bench", "--dry-run"], interpreter, RUN_SECONDS="40").returncode == 1
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
-    assert [step["status"] for step in steps if step["step"] in ("optim-float32", "bench_rules-sgd")] == ["ok", "cut"]
+    assert [step["status"] for step in steps if step["step"] in ("bench_optim-float32", "bench_rules-sgd")] == [
+        "ok",
+        "cut",
+    ]
 
 
 def test_all_limits_together_are_less_than_ten_minutes() -> None:
@@ -302,7 +305,9 @@ def test_what_is_skipped_leaves_its_time_to_others(tmp_path: Path) -> None:
     assert run([str(tmp_path / "out"), "--only", "bench"], python).returncode == 0
     text = (tmp_path / "out" / "steps.jsonl").read_text()
     limits = {step["step"]: step["limit"] for step in map(json.loads, text.splitlines())}
-    assert limits["optim-float32"] == 60, "no more than twice its own, though the stages before it were not asked for"
+    assert limits["bench_optim-float32"] == 60, (
+        "no more than twice its own, though the stages before it were not asked for"
+    )
 
 
 @pytest.mark.parametrize(("frame", "status"), [("void at::native::fill()", "ok"), ("ddpcore::cuda::mix()", "failed")])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ddpcore import ops
-from ddpcore.bench.__main__ import main as bench
 from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD
 from ddpcore.parameters.flat import FlatParameters
 
@@ -223,10 +221,3 @@ def test_sums_of_very_long_tensors(device):
     torch.testing.assert_close(sums[0], short @ short.T * NUM_PERIODS[device.type], rtol=1e-9, atol=1e-6)
     squares = short.square().sum(dim=1) * NUM_PERIODS[device.type]
     torch.testing.assert_close(ops.segment_norms(rows), squares, rtol=1e-9, atol=0)
-
-
-@only_cuda
-def test_the_bench_of_optimizers_and_the_libraries_that_are_installed(device, tmp_path: Path):
-    """``tests/bench/test_optim.py`` tests the CPU."""
-    words = ["--models", "lenet5", "--repeats", "1", "--seconds", "0.1", "--json", str(tmp_path / "optim.json")]
-    assert bench(["optim", "--device", device.type, *words]) == 0

@@ -10,7 +10,8 @@ import pytest
 
 from ddpcore.display.chart import Chart
 from ddpcore.report.page import bench_section, page_of, sections_of
-from ddpcore.report.sources import Section, read_sources
+from ddpcore.report.sources import Section, read_bench, read_sources
+from helpers.ranks import ROOT
 
 HERE = {
     "device": "a CPU", "cores": 2, "threads_per_rank": 1, "threads": 2, "torch": "2.13", "ddpcore": "0.2",
@@ -93,6 +94,15 @@ def test_the_bandwidth_of_a_step_is_shown_once() -> None:
     ratios, speeds = section_of(lists=lists, comparisons=comparisons, rows=rows).charts
     assert bars(speeds) == [{"FusedSGD, LeNet-5": 12.5}, {"FusedSGD, LeNet-5": 25.0}]
     assert bars(ratios) == [{f"{comparison}, LeNet-5": 0.5 for comparison in comparisons}]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("optim_*.json")), ids=lambda one: one.stem
+)
+def test_records_of_optimizer_steps_stay_readable(path: Path) -> None:
+    section = bench_section(path.name, read_bench(path))
+    ratios, speeds = section.tables
+    assert ratios.rows and speeds.rows and len(section.charts) == 2
 
 
 def test_bucket_sizes_are_in_order() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from ddpcore.bench.implementations import LISTS, describe
+from implementations import LISTS, describe
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,22 @@
-"""``ddpcore bench optim``: comparisons, errors and its JSON file."""
+"""``benchmarks/bench_optim.py``: comparisons, errors and its JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench_optim
 import pytest
 import torch
+from common import bytes_per_param
+from implementations import COMPARISONS, OURS, Implementation
 
-from ddpcore.bench import __main__ as bench
-from ddpcore.bench import command, implementations, optim
-from ddpcore.bench.implementations import COMPARISONS, OURS, Implementation
-from ddpcore.bench.optim import OptimConfig
-from ddpcore.ops.steps import bytes_per_param
+from ddpcore.report.sources import read_bench
+from ddpcore.runtime import machine
 from helpers.drawn import words_drawn
 
 TABLE = [
@@ -35,7 +36,20 @@ ROW = {
     "comparison", "optimizer", "implementation", "against", "list", "parameters", "num_tensors", "device", "dtype",
     "ms", "ratio", "bytes_per_param", "bytes_per_param_uncached", "gb_per_s", "copy_gb_per_s", "repeats",
 }  # fmt: skip
-SMALL = ["--models", "lenet5", "--repeats", "3", "--device", "cpu"]
+SMALL = "--models lenet5 --repeats 3 --device cpu"
+Parse = Callable[[str], argparse.Namespace]
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Parse:
+    """The options of a line, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def parsed(line: str) -> argparse.Namespace:
+        monkeypatch.setattr("sys.argv", ["bench_optim.py", *line.split()])
+        return bench_optim.parse_options()
+
+    return parsed
 
 
 @pytest.fixture
@@ -44,34 +58,36 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_installed")
-def test_the_table_is_the_same_without_the_libraries() -> None:
-    chosen, notes = optim._comparisons(OptimConfig(device="cpu"))
+def test_the_table_is_the_same_without_the_libraries(parse: Parse) -> None:
+    chosen, notes = bench_optim.comparisons(parse(SMALL))
     assert [one.name for one in chosen] == TABLE
     assert len(notes) == 1
     for part in ("torch_optimizer (pip install 'ddpcore[bench]')", "pytorch_optimizer"):
         assert part in notes[0]
-    chosen, notes = optim._comparisons(OptimConfig(device="cpu", peers=False, optimizers=("sgd", "lars")))
+    chosen, notes = bench_optim.comparisons(parse(f"{SMALL} --no-peers --optimizers sgd,lars"))
     assert ([one.name for one in chosen], notes) == ([TABLE[index] for index in (0, 2, 4, 6)], [])
 
 
-def test_a_library_that_does_not_work_is_left_out_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_does_not_work_is_left_out_in_one_line(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Implementation("json.Lamb", "json", "nothing", install="pip install json")
     comparison = replace(COMPARISONS[3], left=broken)
-    monkeypatch.setattr(optim, "COMPARISONS", (comparison,))
-    chosen, notes = optim._comparisons(OptimConfig(device="cpu"))
+    monkeypatch.setattr(bench_optim, "COMPARISONS", (comparison,))
+    chosen, notes = bench_optim.comparisons(parse(SMALL))
     assert chosen == []
     assert notes == ["json.Lamb is left out: AttributeError: module 'json' has no attribute 'nothing'"]
 
 
 @pytest.mark.usefixtures("nothing_installed")
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run(parse: Parse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report reads its file, as it reads those of ``benchmarks/results``."""
     before = torch.get_num_threads()
+    parse(f"{SMALL} --threads 1 --json out.json")
     try:
-        assert bench.main(["optim", *SMALL, "--threads", "1", "--json", str(tmp_path / "out.json")]) == 0
+        bench_optim.main()
     finally:
         torch.set_num_threads(before)
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert set(result) - {"checksum"} == {"environment", "lists", "comparisons", "rows"}
+    result = read_bench(tmp_path / "out.json")
+    assert set(result) == {"environment", "lists", "comparisons", "rows"}
     assert {"device", "commit", "torch", "cuda", "threads", "date", "dtype", "notes"} <= set(result["environment"])
     assert result["environment"]["threads"] == 1
     assert result["comparisons"] == TABLE
@@ -92,62 +108,74 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         assert left["ratio"]["p50"] * right["ratio"]["p50"] == pytest.approx(1), "of an odd number of pairs"
     text = capsys.readouterr().out
-    for name in TABLE:
+    for name in measured:
         assert name in text
-    assert "69,656 in 10" in text
     assert words_drawn(result, tmp_path) >= {"Bandwidth of a step, and of a copy", "step", "copy"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "moved"),
+    [("lamb", "bfloat16", (22, 32)), ("lamb", "float16", (22, 32)), ("muon", "float32", (None, None))],
+)
 @pytest.mark.usefixtures("nothing_installed")
-def test_other_dtypes(dtype: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    assert bench.main(["optim", *SMALL, "--optimizers", "lamb", "--dtype", dtype, "--json", str(out)]) == 0
-    row = json.loads(out.read_text())["rows"][0]
-    assert (row["dtype"], row["bytes_per_param"], row["bytes_per_param_uncached"]) == (dtype, 22, 32)
+def test_others(optimizer: str, dtype: str, moved: tuple[int | None, ...], parse: Parse, tmp_path: Path) -> None:
+    parse(f"{SMALL} --optimizers {optimizer} --dtype {dtype} --json out.json")
+    bench_optim.main()
+    row = json.loads((tmp_path / "out.json").read_text())["rows"][0]
+    assert (row["dtype"], row["bytes_per_param"], row["bytes_per_param_uncached"]) == (dtype, *moved)
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_with_the_libraries_that_are_installed(parse: Parse, tmp_path: Path) -> None:
+    parse("--device cuda --models lenet5 --repeats 1 --seconds 0.1 --json out.json")
+    bench_optim.main()
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["device"] == "cuda"
 
 
 REFUSED = [
-    ("optim --models vgg", "--models is 'vgg': choose from lenet5, resnet18, resnet50, vit-s, bert-base, bert-large"),
-    ("optim --models lenet5,lenet5", "names one twice"),
-    ("optim --models ,", "--models is empty"),
-    ("optim --optimizers adam", "--optimizers is 'adam': did you mean 'adamw'?"),
-    ("optim --repeats 0", "--repeats is 0"),
-    ("optim --threads 0", "--threads is 0"),
-    ("optim --seconds nan", "--seconds is nan"),
-    ("optim --seconds 0", "--seconds is 0.0"),
-    ("optim --device tpu", "--device is 'tpu': did you mean 'cpu'?"),
-    ("optim --device cuda", "--device cuda"),
-    ("optim --dtype int8", "--dtype is 'int8': choose from float32"),
-    ("optim --json nowhere/out.json", "does not exist"),
-    ("optim --steps 3", "--steps"),
-    ("optim more", "more"),
-    ("optimize", "unknown command 'optimize': choose from buckets"),
+    ("--models vgg", "'vgg': name some of lenet5,resnet18,resnet50,vit-s,bert-base,bert-large"),
+    ("--models lenet5,lenet5", "each once"),
+    ("--models ,", "name some of lenet5"),
+    ("--optimizers adam", "'adam': name some of sgd,adamw,lars,lamb,muon"),
+    ("--repeats 0", "--repeats and --threads must be at least 1"),
+    ("--threads 0", "--repeats and --threads must be at least 1"),
+    ("--seconds nan", "--seconds above 0"),
+    ("--seconds 0", "--seconds above 0"),
+    ("--device tpu", "--device"),
+    ("--dtype int8", "--dtype"),
+    ("--json nowhere/out.json", "--json: nowhere/out.json is a folder, or lies in none"),
+    ("--json .", "--json: . is a folder"),
+    ("--steps 3", "--steps"),
+    ("more", "more"),
 ]
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
-def test_refused(line: str, says: str, refused: Callable[[str, str], None]) -> None:
-    refused(line, says)
+def test_refused(line: str, says: str, parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(line)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_too_little_memory_is_an_error_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "free_memory", lambda device: 3e9)
-    monkeypatch.setattr(optim, "measure", lambda config: pytest.fail("it was started"))
-    assert bench.main(["optim", "--device", "cpu"]) == 2
+    monkeypatch.setattr(machine, "free_memory", lambda device: 3e9)
+    with pytest.raises(SystemExit):
+        parse("--device cpu")
     assert "steps of bert-base need about 5.4 GB of memory and 3.0 GB are free" in capsys.readouterr().err
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_baselines(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        bench.main(["optim", "--help"])
+        parse("--help")
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name in OptimConfig.__dataclass_fields__:
+    for name in ("models", "optimizers", "no-peers", "repeats", "seconds", "threads", "device", "dtype", "json"):
         assert f"--{name}" in text
-    assert "--no-peers" in text
+    assert "torch's fused SGD and AdamW" in text
 
 
 # --- implementations ---------------------------------------------------------------------------------------------
@@ -175,13 +203,13 @@ def test_ours_is_on_one_side_of_every_comparison() -> None:
     for comparison in COMPARISONS:
         assert OURS[comparison.optimizer] in (comparison.left, comparison.right)
         assert (comparison.peer is None) == (comparison.left is OURS[comparison.optimizer] or comparison.left.rounded)
-    assert implementations.OURS["lars"].library == "ddpcore"
+    assert OURS["lars"].library == "ddpcore"
 
 
-def test_contenders_share_no_tensor() -> None:
+def test_contenders_share_no_tensor(parse: Parse) -> None:
     """Some libraries write to gradients."""
-    field = optim._OwnStep("lenet5", "sgd", OptimConfig(device="cpu"))
-    ours, other = (field._stepper(OURS["sgd"]).__self__ for _ in range(2))  # type: ignore[attr-defined]
+    own = bench_optim.OwnStep("lenet5", "sgd", parse(SMALL))
+    ours, other = (own.stepper(OURS["sgd"]).__self__ for _ in range(2))  # type: ignore[attr-defined]
     for left, right in zip(ours.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
         assert torch.equal(left, right)
         assert left.data_ptr() != right.data_ptr()

@@ -83,7 +83,7 @@ LISTS = {
     "bert-base": ("BERT-base", _bert(768, 12)),
     "bert-large": ("BERT-large", _bert(1024, 24)),
 }
-USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default of the bench
+USUAL = ("lenet5", "resnet18", "vit-s", "bert-base")  # small to large: the default
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -193,4 +193,4 @@ COMPARISONS = (
     _peer("lars", "torch_optimizer", "LARS", _MOMENTUM),
     Comparison("muon", OURS["muon"], _MUON),
 )
-"""In the order of the table."""
+"""In the order of the result."""
