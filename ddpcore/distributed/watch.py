@@ -242,18 +242,12 @@ class LoopWatch:
             self._note_all()
 
     def _note_whole(self) -> None:
-        """All gradients have come together. A penalty may add to some of them until the pass ends."""
-        assert self.resets is not None
-        self.resets.whole = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
+        self.resets.whole = torch._C._current_graph_task_id()  # type: ignore[union-attr]
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_all)  # a penalty may add to some till then
 
     def _note_all(self) -> None:
-        grads = list(map(_gradient_of, self._flat.parameters))
-        if all(map(is_, grads, self._flat.grad_views)):
-            self._noted.update(zip(self._flat.index, map(_version_of, grads), strict=True))
-        else:
-            pairs = zip(self._flat.index, grads, strict=True)
-            self._noted.update((key, grad._version) for key, grad in pairs if grad is not None)
+        pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
+        self._noted |= {key: grad._version for key, grad in pairs if grad is not None}
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""
@@ -279,9 +273,7 @@ class LoopWatch:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
         flat, noted = self._flat, dict(self._noted)
         self._noted.clear()  # the hooks hold this object
-        grads = list(map(_gradient_of, flat.parameters)) if noted else []
-        if all(map(is_, grads, flat.grad_views)) and list(map(_version_of, grads)) == list(noted.values()):
-            return True
+        grads = map(_gradient_of, flat.parameters) if noted else ()
         pairs = zip(flat.index, grads, strict=False)
         versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
         changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
