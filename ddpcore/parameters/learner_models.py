@@ -42,7 +42,8 @@ class LearnerModels(nn.Module):
     def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | None = None) -> None:
         super().__init__()
         # torch.compile(handle.model) compiles the models that are called here.
-        exclude_from_compilation(LearnerModels, "forward", "_together", "_run_chain", "_in_turn", recursive=False)
+        exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
+        exclude_from_compilation(LearnerModels, "_run_chain")
         self.models = nn.ModuleList(models)
         self._flat, self._rules = flat, VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
