@@ -199,6 +199,7 @@ class HookedDistributed(Distributed):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
+        self.learner.check_own("load the state after the evaluation")
         self.check_state(state)
         if flat.shards is not None:
             flat.shards.reshard()
@@ -295,10 +296,7 @@ class HookedDistributed(Distributed):
         (self._samples.clear if self.strategy.traits.stays_identical else self._samples.renew)()
 
     def _give_averages(self) -> None:
-        """Give the average to learners that have no gradient of a parameter, if another learner has one.
-
-        A parameter that no learner used in this step keeps None, so that no optimizer steps it.
-        """
+        """Give learners without a gradient the average that others have. If none has one, no optimizer steps it."""
         flat = self.learner.flat
         missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
         if not missing:
@@ -317,6 +315,7 @@ class HookedDistributed(Distributed):
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
+        self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer

@@ -47,8 +47,8 @@ def run_state(handle: Distributed) -> dict[str, Any]:
 
 def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As :func:`run_state`, also of baselines, whose handles do not know the model and optimizer of ``distribute``."""
-    if handle.learner is not None and handle.learner.lent:
-        raise RuntimeError("the model has averaged weights while it is evaluated: save the state after the evaluation")
+    if handle.learner is not None:
+        handle.learner.check_own("save the state after the evaluation")
     device, random = _device_of(handle, model), {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
@@ -94,6 +94,7 @@ def load_run_state(
             saved, with its buffers and moments.
     """
     handle = _hooked(handle)
+    handle.learner.check_own("load the state after the evaluation")
     mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
     state = states[min(mine, len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))

@@ -256,3 +256,22 @@ def test_buffers_that_a_forward_pass_sets_in_another_dtype_keep_the_change(cast:
     assert model.total == 2 + 3
     assert model.total.dtype == (torch.float32 if cast else torch.float64)
     assert torch.equal(model.norm.running_mean, own["norm.running_mean"])
+
+
+def test_an_evaluation_refuses_steps_and_states() -> None:
+    """All of them would meet the averages in the place of the learner's weights."""
+    model, handle, step = _trained(ddpcore.DPSGD())
+    state, own = run_state(handle), model.layer.weight.detach().clone()
+    with replaced(handle):
+        model.eval()(torch.ones(2, 4)).sum().backward()
+        for call, advice in (
+            (handle.learner.optimizer.step, r"step after the evaluation"),
+            (lambda: run_state(handle), "save the state after"),
+            (lambda: load_run_state(handle, [state]), "load the state after"),
+            (lambda: handle.load_state_dict(state["handle"]), "load the state after"),
+        ):
+            with pytest.raises(RuntimeError, match=f"averaged weights while it is evaluated: {advice}"):
+                call()
+    assert torch.equal(model.layer.weight, own)
+    model.train()
+    step()
