@@ -422,7 +422,8 @@ class Lent:
         for place, (own, now, given) in enumerate(zip(self._own, self._away, self._given, strict=True)):
             is_parameter = place < self._num_parameters
             is_moved |= is_parameter and (now.dtype, now.device) != (own.dtype, own.device)
-            if given is not None and _is_same(now, given, may_be_cast=now.data_ptr() != self._pointers[place]):
+            is_cast, error = now.data_ptr() != self._pointers[place], _rounding(given) if is_parameter else 0.0
+            if given is not None and _is_same(now, given, may_be_cast=is_cast, error=error):
                 continue
             self._given[place] = None
             if not is_parameter:
@@ -436,12 +437,19 @@ class Lent:
                 owner[name] = buffer if _is_same(held, given, may_be_cast=True) else changed
 
 
-def _is_same(now: Tensor, given: Tensor, *, may_be_cast: bool) -> bool:
+def _is_same(now: Tensor, given: Tensor, *, may_be_cast: bool, error: float = 0.0) -> bool:
     if now.shape != given.shape:
         return False
     narrow = (torch.float16, torch.bfloat16) if may_be_cast and given.is_floating_point() else ()
     expected = (given.to(kind).to(now) for kind in (given.dtype, *narrow))
-    return any(bool(torch.isclose(now, one, rtol=0, atol=0, equal_nan=True).all()) for one in expected)
+    return any(bool(torch.isclose(now, one, rtol=0, atol=error, equal_nan=True).all()) for one in expected)
+
+
+def _rounding(given: Tensor | None) -> float:
+    """What a direction may leave that is added and subtracted. In 16 bits a step of training is no larger: 0."""
+    if given is None or given.dtype not in (torch.float32, torch.float64) or not given.numel():
+        return 0.0
+    return 4 * torch.finfo(given.dtype).eps * float(given.abs().nan_to_num(0, 0).max())
 
 
 @contextmanager

@@ -219,6 +219,19 @@ def test_weights_that_an_evaluation_takes_and_puts_back_are_the_learners() -> No
     handle._watch.check_parameters()
 
 
+def test_a_direction_that_an_evaluation_adds_and_subtracts_changes_nothing() -> None:
+    """But for rounding errors, with which the average would take the place of the learner's weights."""
+    model, handle, own = _counted()
+    with replaced(handle), torch.no_grad():
+        before = [one.clone() for one in model.parameters()]
+        directions = [torch.randn_like(one) for one in before]
+        for sign in (1, -1):
+            for one, direction in zip(model.parameters(), directions, strict=True):
+                one.add_(direction, alpha=0.5 * sign)
+        assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
 def test_a_state_that_an_evaluation_loads_stays() -> None:
     """Also of the weights, and if the average comes again, as while a checkpoint is saved."""
     model, handle, _ = _counted()
