@@ -3,8 +3,7 @@
 One call of the user's ``optimizer.step()`` runs in this order:
 
 1. The pre-hook calls ``strategy.before_step``. It returns the average of this step as a value, or None.
-2. The pre-hook passes it to ``WeightStep.average``. :class:`~ddpcore.optim.weight_step.WeightStep` owns the step: it
-   alone averages the weights, steps them, and moves the flat buffer.
+2. The pre-hook passes it to ``WeightStep.average``. A ``WeightStep`` alone averages, steps and moves the flat buffer.
 3. The step of a fused optimizer calls ``WeightStep.run``: one kernel that averages and steps, such as
    ``ops.adamw_step_`` with a mixture, or two kernels. Other optimizers step by themselves, after the average of 2.
 4. The post-hook calls ``strategy.after_step``, which may average the stepped weights, and applies the policies.
@@ -199,6 +198,7 @@ class HookedDistributed(Distributed):
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
+        self.learner.check_own("load the state after the evaluation")
         self.check_state(state)
         if flat.shards is not None:
             flat.shards.reshard()
@@ -292,13 +292,10 @@ class HookedDistributed(Distributed):
             self._new_order = list(map(int, agreed[0].tolist()))
         self._give_averages()
         self._watch.note_average()
-        (self._samples.clear if self.strategy.traits.stays_identical else self._samples.renew)()
+        self._samples.note_average(of_all=self.strategy.plan(self.learner.step).covers_all_learners)
 
     def _give_averages(self) -> None:
-        """Give the average to learners that have no gradient of a parameter, if another learner has one.
-
-        A parameter that no learner used in this step keeps None, so that no optimizer steps it.
-        """
+        """Give learners without a gradient the average that others have. If none has one, no optimizer steps it."""
         flat = self.learner.flat
         missing = [index for index, parameter in enumerate(flat.parameters) if parameter.grad is None]
         if not missing:
@@ -317,6 +314,7 @@ class HookedDistributed(Distributed):
 
     def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         frame = sys._getframe(1)
+        self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
@@ -336,7 +334,9 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros for learners without a backward pass in this step, because the other learners wait for them."""
         learner, watch, buckets = self.learner, self._watch, self._buckets
-        if buckets is None or watch.has_average or not self.strategy.plan(learner.step).averages_gradients:
+        if buckets is None or not self.strategy.plan(learner.step).averages_gradients:
+            return
+        if watch.has_average and not buckets.lacking_rows and not self._samples.is_anew:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
         has_no_samples = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()

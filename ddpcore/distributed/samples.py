@@ -1,7 +1,5 @@
 """Whether all passes of a step, whose gradients are added, have the same numbers of samples."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -14,17 +12,19 @@ from ddpcore.parameters.shards import local
 class SampleWatch:
     """Notes the numbers of samples, float64 ``[L]``, under which each gradient has come. For ``weights="samples"``.
 
-    A gradient that comes again in the same tensor was added to the earlier one. ``name`` is the strategy's; if it
-    ``counts`` no samples, nothing is noted.
+    A gradient that comes again in the same tensor, or in the flat buffer, was added to the earlier one. So is one where
+    torch never adds in place, but the program has reset the earlier one if it is None at the next forward pass or
+    number. ``name`` is the strategy's; if it ``counts`` no samples, nothing is noted.
     """
 
     def __init__(self, flat: FlatParameters, name: str, *, counts: bool) -> None:
         self._flat, self._name, self.is_on = flat, name, counts
         self._counts: Tensor | None = None
-        self._passes: dict[int, tuple[TensorWeakRef, Tensor]] = {}  # by id: its gradient, and the counts
-        self._is_mixed = False
+        self._passes: dict[int, tuple[TensorWeakRef, Tensor, bool]] = {}  # by id: gradient, counts, is it sparse
+        self._is_mixed = self._is_averaged = False  # the latter: since the numbers were set
         if counts:
             exclude_from_compilation(SampleWatch, "_note", "_note_all", "set", "check", "forget_reset", "renew")
+            exclude_from_compilation(SampleWatch, "note_average")
             hook = weakly(self._note)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -32,7 +32,7 @@ class SampleWatch:
 
     def set(self, counts: Tensor | None) -> None:
         """The loop has set other numbers, or None, which begins a step anew."""
-        self._counts = counts
+        self._counts, self._is_averaged = counts, False
         self.forget_reset()
         if counts is None:
             self.clear()
@@ -44,14 +44,23 @@ class SampleWatch:
 
     def forget_reset(self) -> None:
         """Begin anew if the program has set all gradients to None or to zero."""
-        if self._passes and not any(map(_is_nonzero, self._gradients())):
-            self.clear()
+        (self.renew if not self._passes or self._has_gradients() else self.clear)()
 
     def renew(self) -> None:
-        """Gradients have moved into the flat buffer."""
+        """Gradients have moved into the flat buffer, or the program has put others in their place."""
         for parameter in self._flat.parameters if self._passes else ():
             if id(parameter) in self._passes and parameter.grad is not None:
-                self._passes[id(parameter)] = TensorWeakRef(parameter.grad), self._passes[id(parameter)][1]
+                self._passes[id(parameter)] = TensorWeakRef(parameter.grad), *self._passes[id(parameter)][1:]
+
+    def note_average(self, *, of_all: bool) -> None:
+        """Gradients of all learners, or of groups, were averaged by their numbers."""
+        self._is_averaged = True
+        (self.clear if of_all else self.renew)()
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether the loop has set numbers for a new step: since then no average has ended, and no gradient is left."""
+        return self.is_on and not self._is_averaged and not self._has_gradients()
 
     def check(self) -> None:
         """RuntimeError: gradients of other numbers were added, or the numbers are others now."""
@@ -61,19 +70,23 @@ class SampleWatch:
                 "set it to the samples of all passes, and divide their losses by it, or to None to leave a step out"
             )
 
-    def _gradients(self) -> Iterator[Tensor]:
-        return (parameter.grad for parameter in self._flat.parameters if parameter.grad is not None)
+    def _has_gradients(self) -> bool:
+        return any(one.grad is not None and _is_nonzero(one.grad) for one in self._flat.parameters)
 
     def _is_other(self, parameter: Tensor) -> bool:
-        ref, counts = self._passes.get(id(parameter), (None, None))
-        if ref is None or counts is None or self._counts is None or ref() is not parameter.grad:
+        ref, counts, is_sparse = self._passes.get(id(parameter), (None, None, False))
+        if ref is None or counts is None or self._counts is None or (gradient := parameter.grad) is None:
+            return False
+        flat, makes_new = self._flat, gradient.requires_grad or (is_sparse and not gradient.is_sparse)
+        has_moved = flat.grad_start is not None and gradient is flat.grad_views[flat.index[id(parameter)]]
+        if not (makes_new or has_moved or ref() is gradient):
             return False
         return counts is not self._counts and not torch.equal(counts.nan_to_num(-1), self._counts.nan_to_num(-1))
 
     def _note(self, parameter: Tensor) -> None:
         if self._counts is not None and parameter.grad is not None:
             self._is_mixed |= self._is_other(parameter)
-            self._passes[id(parameter)] = TensorWeakRef(parameter.grad), self._counts
+            self._passes[id(parameter)] = TensorWeakRef(parameter.grad), self._counts, parameter.grad.is_sparse
 
     def _note_all(self) -> None:
         for parameter in self._flat.parameters:

@@ -47,8 +47,8 @@ def run_state(handle: Distributed) -> dict[str, Any]:
 
 def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As :func:`run_state`, also of baselines, whose handles do not know the model and optimizer of ``distribute``."""
-    if handle.learner is not None and handle.learner.lent:
-        raise RuntimeError("the model has averaged weights while it is evaluated: save the state after the evaluation")
+    if handle.learner is not None:
+        handle.learner.check_own("save the state after the evaluation")
     device, random = _device_of(handle, model), {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
@@ -94,6 +94,7 @@ def load_run_state(
             saved, with its buffers and moments.
     """
     handle = _hooked(handle)
+    handle.learner.check_own("load the state after the evaluation")
     mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
     state = states[min(mine, len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
@@ -379,7 +380,7 @@ class Lent:
     """The averaged weights and buffers in the place of those that a handle's model has. Collective.
 
     Parameters and buffers stay the same objects, so all that refers to them computes with the average. The flat buffer
-    keeps the learner's weights. ``swap`` puts them back, and buffers that were changed meanwhile keep the change.
+    keeps the learner's weights. ``swap`` puts them back, and what the program has changed meanwhile keeps the change.
 
     ValueError: a learner is sharded.
     """
@@ -391,10 +392,13 @@ class Lent:
         with torch.inference_mode(False):
             average, model = handle.evaluation_model(), learner.models[0]
             self._own = [*model.parameters(), *model.buffers()]
-            self._away = [one.data for one in average.parameters()] + [one.clone() for one in average.buffers()]
-            self._buffers: list[Tensor | None] = list(average.buffers())  # None once it was changed
-            owners = [one._buffers for one in model.modules()]
-            self._places = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
+            given = [one.data for one in (*average.parameters(), *average.buffers())]
+            self._given: list[Tensor | None] = [*given]  # None once it was changed
+            self._away = [one.clone() for one in given]
+            self._pointers, self._num_parameters = list(map(Tensor.data_ptr, self._away)), len([*model.parameters()])
+            known, owners = dict(zip(map(id, self._own), given, strict=True)), [one._buffers for one in model.modules()]
+            buffers = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
+            self._places = [(own, name, one, known[id(one)]) for own, name, one in buffers]
         self._was_paused = False  # whether the loop had paused averages of gradients, by no_sync
         self.swap()
 
@@ -408,20 +412,44 @@ class Lent:
         with torch.inference_mode(False):
             for place, own in enumerate(self._own):
                 own.data, self._away[place] = self._away[place], own.data
-            first = len(self._own) - len(self._buffers)
-            for place, average in enumerate(self._buffers) if not lends else ():
-                own, now = self._own[first + place], self._away[first + place]
-                if average is None or now.shape != average.shape or not _is_same(now, average):
-                    own.data = now.clone()
-                    self._buffers[place] = None
-            for owner, name, buffer in self._places if not lends else ():
-                held = owner.get(name)  # a model that was moved to another dtype has other tensors
-                if held is not None and held is not buffer and held.dtype != buffer.dtype:
-                    owner[name] = buffer
+            if not lends:
+                self._keep_changes()
+
+    @torch.no_grad()  # inference_mode(False) ends the outer one
+    def _keep_changes(self) -> None:
+        """Give the learner what the program has changed. To cast or to move the model, also there and back, is none."""
+        is_moved = False
+        for place, (own, now, given) in enumerate(zip(self._own, self._away, self._given, strict=True)):
+            is_parameter = place < self._num_parameters
+            is_moved |= is_parameter and (now.dtype, now.device) != (own.dtype, own.device)
+            is_cast, error = now.data_ptr() != self._pointers[place], _rounding(given) if is_parameter else 0.0
+            if given is not None and _is_same(now, given, may_be_cast=is_cast, error=error):
+                continue
+            self._given[place] = None
+            if not is_parameter:
+                own.data = now.clone()
+            elif now.shape == own.shape:  # in place: the flat buffer has it
+                own.copy_(now)
+        for owner, name, buffer, given in self._places:
+            held = owner.get(name)
+            if held is not None and held is not buffer:  # of a model that was cast, or set by a forward pass
+                changed = held.to(buffer) if is_moved else held
+                owner[name] = buffer if _is_same(held, given, may_be_cast=True) else changed
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+def _is_same(now: Tensor, given: Tensor, *, may_be_cast: bool, error: float = 0.0) -> bool:
+    if now.shape != given.shape:
+        return False
+    narrow = (torch.float16, torch.bfloat16) if may_be_cast and given.is_floating_point() else ()
+    expected = (given.to(kind).to(now) for kind in (given.dtype, *narrow))
+    return any(bool(torch.isclose(now, one, rtol=0, atol=error, equal_nan=True).all()) for one in expected)
+
+
+def _rounding(given: Tensor | None) -> float:
+    """What a direction may leave that is added and subtracted. In 16 bits a step of training is no larger: 0."""
+    if given is None or given.dtype not in (torch.float32, torch.float64) or not given.numel():
+        return 0.0
+    return 4 * torch.finfo(given.dtype).eps * float(given.abs().nan_to_num(0, 0).max())
 
 
 @contextmanager

@@ -27,9 +27,10 @@ _PRODUCT = re.compile(
     r"multi_head_attention_forward"
 )
 _RESHAPE = re.compile(
-    r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type|clone|chunk|split|"
-    r"unbind|cat|stack|concat|(un)?squeeze|expand"
+    r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type(_as)?|clone|chunk|"
+    r"split|unbind|(un)?squeeze|expand"
 )
+_DIAGONAL = re.compile(r"diag.*|block_diag")  # of a matrix it is none
 
 
 def is_normalization(module: nn.Module) -> bool:
@@ -167,6 +168,13 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
     names = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
     uses: list[tuple[int, str, str]] = []
     places = {node: place for place, node in enumerate(graph.nodes)}
+    fixed: set[Any] = set()  # what follows from parameters and buffers alone, so that a matrix is changed and no input
+    for node in places:
+        layer = bare.get_submodule(node.target) if node.op == "call_module" else nn.Identity()
+        inputs, name = node.all_input_nodes, _name(node)
+        known = fixed.issuperset(inputs[:1] if _RESHAPE.fullmatch(name) and name != "getitem" else inputs)
+        if node.op == "get_attr" or (known and inputs and not _ids([layer]) and not _DIAGONAL.fullmatch(name)):
+            fixed.add(node)
     for node, place in places.items():
         if node.op == "call_module":
             layer = bare.get_submodule(node.target)
@@ -174,7 +182,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
             for name, param in layer.named_parameters():
                 uses.append((place, f"{node.target}.{name}", "factor" if id(param) in factors else "other"))
         elif node.op == "get_attr" and node.target in names:
-            found = list(_users(node))
+            found = list(_users(node, fixed))
             products = [places[user] for user, name in found if _PRODUCT.fullmatch(name)]
             uses.append((max(products, default=place), node.target, "factor" if products else "other"))
             if any(name in ("embedding", "embedding_bag") for _, name in found):
@@ -183,11 +191,22 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
         yield name, how
 
 
-def _users(node: Any) -> Iterator[tuple[Any, str]]:
-    """What takes a traced value, perhaps after a change of its shape, and the names of these functions."""
-    for user in node.users:
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        name = "matmul" if user.target is operator.matmul else name
-        yield user, name
-        if _RESHAPE.fullmatch(name):
-            yield from _users(user)
+def _users(node: Any, fixed: set[Any]) -> Iterator[tuple[Any, str]]:
+    """What takes a traced value, perhaps after a change of its shape or a ``fixed`` one, and these functions' names."""
+    seen, left = {node}, [node]
+    while left:
+        value = left.pop()
+        for user in value.users:
+            name = _name(user)
+            yield user, name
+            is_same = user in fixed or (_RESHAPE.fullmatch(name) and user.all_input_nodes[0] is value)
+            if is_same and user not in seen:
+                seen.add(user)
+                left.append(user)
+
+
+def _name(node: Any) -> str:
+    """The name of a function or method; empty for a module, whose name is the program's."""
+    if node.op == "call_module" or node.target is operator.matmul:
+        return "" if node.op == "call_module" else "matmul"
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -113,6 +113,7 @@ class ADPSGD(Strategy):
         self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
         self._left_LP: Tensor | None = None  # what the models held after the last step
+        self._loaded: set[int] = set()  # that of the learner
 
     def __repr__(self) -> str:
         more = ("accelerated", "eta", "alpha") if self.accelerated else ()
@@ -188,6 +189,7 @@ class ADPSGD(Strategy):
     @override
     def before_forward(self, learner: Learner) -> None:
         """Before the first step: begin with w = v, the weights of the models. Collective."""
+        self._loaded = learner.loaded
         if learner.live is None:
             self._read_LP = learner.flat.param_LP.clone()
             rule = None if self._acceleration is None else A2CiD2(self._acceleration)
@@ -239,10 +241,13 @@ class ADPSGD(Strategy):
     @override
     def state_dict(self) -> dict[str, Any]:
         left_LP = None if self.speeds is None else self._left_LP
-        return {"live": None if self._live is None else self._live.rows(), "read": self._read_LP, "left": left_LP}
+        live = None if self._live is None else self._live.rows()
+        return {"live": live, "read": self._read_LP, "left": left_LP, "loaded": sorted(self._loaded)}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        learner.loaded.clear()  # to resume brings the weights of each model, which is no state that a program loads
+        learner.loaded.update(state.get("loaded", ()))
         if state["live"] is None:  # saved before the first step
             if learner.live is not None:
                 learner.live.settle()  # others may still average with these weights

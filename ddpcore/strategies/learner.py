@@ -118,6 +118,11 @@ class Learner:
         num = torch.tensor([float(len(found))], dtype=torch.float64, device=self.flat.param_LP.device)
         return {0: found.get(0, "a shard on another rank")} if self.flat.shards.add_(num).item() else {}
 
+    def check_own(self, advice: str) -> None:
+        """Raise RuntimeError if an average is in the place of the weights, with ``advice`` what to do."""
+        if self.lent:
+            raise RuntimeError(f"the model has averaged weights while it is evaluated: {advice}")
+
     def check_sent(self, columns_LX: Tensor | None = None) -> None:
         """Check that weights which are about to be sent, all or some columns, are finite. It costs one sum over them.
 

@@ -36,6 +36,12 @@ def test_a_failed_call_on_ranks_changes_nothing(seen: list[dict[Any, Any]]) -> N
     assert torch.equal(seen[0]["failed call"]["weights"], seen[1]["failed call"]["weights"])
 
 
+@pytest.mark.slow
+def test_a_rank_without_samples_takes_part_after_a_step_that_was_left_out(seen: list[dict[Any, Any]]) -> None:
+    for rank in seen:
+        assert max(rank["left out"]) < 1e-6, rank["left out"]
+
+
 @pytest.mark.parametrize("part", ["_start_alike", "StateSync", "HookedDistributed", "FlatParameters"])
 def test_a_failed_call_on_virtual_learners_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:

@@ -123,15 +123,87 @@ def test_what_follows_an_average_does_not_hide_other_samples(more: str) -> None:
         optimizer.step()
 
 
-def test_learners_of_one_average_have_the_numbers_of_one_list() -> None:
-    """In turn: each learner's pass had another list, also in the second average of a step."""
-    _, handle, _ = _begin(SSGD(weights="samples"), vectorize=False)
-    handle.num_samples = [2, 2]
-    _pass(handle, [2, 2])
+@pytest.mark.parametrize("size", [3, 70_000])
+def test_learners_of_one_average_have_the_numbers_of_one_list(size: int) -> None:
+    """In turn: each learner's pass had another list, also in the second average of a step. A large gradient moves."""
+    _, handle, _ = _begin(SSGD(weights="samples"), nn.Linear(size, 1), vectorize=False)
+
+    def run(one: nn.Module, counts: list[int]) -> None:
+        handle.num_samples = counts
+        one(torch.randn(2, size)).mean().backward()
+
+    for one in handle.models if size == 3 else ():
+        run(one, [2, 2])
     with pytest.raises(RuntimeError, match=OTHER):
         for counts, one in zip(([4, 1], [1, 4]), handle.models, strict=True):
+            run(one, counts)
+
+
+class _Towers(nn.ModuleDict):
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self[name](x)
+
+
+def test_gradients_that_another_pass_averages_have_its_numbers() -> None:
+    """The second pass gives another layer its gradients, and moves those of the first into the flat buffer."""
+    _, handle, _ = _begin(SSGD(weights="samples"), _Towers({name: nn.Linear(3, 1) for name in "ab"}))
+    with pytest.raises(RuntimeError, match=OTHER):
+        for name, counts, context in (("a", [4, 1], handle.no_sync()), ("b", [2, 2], nullcontext())):
             handle.num_samples = counts
-            one(torch.randn(2, 3)).mean().backward()
+            with context:
+                for one, num in zip(handle.models, counts, strict=True):
+                    one(name, torch.randn(num, 3)).mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("what", ["graph", "replaced", "dense on sparse"])
+def test_sums_in_a_new_tensor_have_one_number(what: str) -> None:
+    model = nn.Embedding(3, 1, sparse=True) if what == "dense on sparse" else None
+    optimizer, handle, _ = _begin(LocalSGD(1, weights="samples"), model)
+    with pytest.raises(RuntimeError, match=OTHER):
+        for counts in ([4, 1], [2, 2]):
+            for one in handle.models if what == "replaced" and counts == [2, 2] else ():
+                one.weight.grad = one.weight.grad * 0.5
+            handle.num_samples = counts
+            for one, num in zip(handle.models, counts, strict=True):
+                if model is None or counts == [2, 2]:
+                    loss = (torch.randn(num, 3) @ one.weight.view(3)).square().mean()
+                else:
+                    loss = one(torch.randint(3, (num,))).mean()
+                loss.backward(create_graph=what == "graph")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", ["None, set, pass", "set, None, pass", "set, pass, None", "zeros, set, pass"])
+def test_a_learner_without_samples_takes_part_after_a_step_that_was_left_out(order: str) -> None:
+    optimizer, handle, expected = _begin(SSGD(weights="samples"))
+    for counts in ([4, 1], [4, 0]):
+        inputs = [torch.randn(num, 3) for num in counts]
+        for part in order.split(", "):
+            if part == "set":
+                handle.num_samples = counts
+            elif part == "pass":
+                pairs = zip(handle.models, inputs, strict=True)
+                losses = [one(own).mean() for one, own in pairs if len(own)]
+            else:
+                optimizer.zero_grad(set_to_none=part == "None")
+        torch.stack(losses).sum().backward()
+    optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(one.weight.detach(), expected - inputs[0].mean(0))
+
+
+def test_each_average_of_local_steps_before_their_switch_has_its_own_samples() -> None:
+    optimizer, handle, expected = _begin(LocalSGD(1, weights="samples", switch_step=1))
+    seen = []
+    for counts in ([4, 1], [2, 3]):
+        handle.num_samples = counts
+        seen += _pass(handle, counts)
+    optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(
+            one.weight.detach(), expected - torch.cat(seen[:2]).mean(0) - torch.cat(seen[2:]).mean(0)
+        )
 
 
 @pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import ddpcore
 from ddpcore import RunState
-from ddpcore.distributed.saved import load_run_state, replaced, run_state
+from ddpcore.distributed.saved import Lent, load_run_state, replaced, run_state
 from helpers import ranks, saved_ranks
 from helpers.saved_ranks import begin, flat, train
 
@@ -135,9 +136,9 @@ class _Cached(nn.Module):
         return self.norm(self.layer(x)) + self.cache[: len(x)]
 
 
-def _trained(strategy: Any) -> tuple[Any, Any, Any]:
+def _trained(strategy: Any, model: nn.Module | None = None) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
-    model = _Cached()
+    model = model or _Cached()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
 
@@ -180,3 +181,110 @@ def test_gradients_of_an_evaluation_are_averaged_with_nothing() -> None:
     assert inputs.grad.any()
     assert not handle._watch.has_average
     assert handle._buckets.num_paused
+
+
+class _Counted(nn.Module):
+    """Its forward pass may put another tensor in the place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.kind = nn.Linear(4, 4), nn.BatchNorm1d(4), torch.float32
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = (self.total + len(x)).to(self.kind)
+        return self.norm(self.layer(x))
+
+
+def _counted() -> tuple[_Counted, Any, dict[str, torch.Tensor]]:
+    """A model of one of two learners, whose evaluation model differs; and its own state."""
+    model, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), _Counted())
+    with torch.no_grad():
+        for one in handle.models[1].parameters():
+            one += 1
+        handle.models[1].norm.running_mean += 1
+    return model, handle, copy.deepcopy(model.state_dict())
+
+
+def test_weights_that_an_evaluation_takes_and_puts_back_are_the_learners() -> None:
+    """As a callback of Lightning does, whose hooks run before the weights are lent, and before they are given back."""
+    model, handle, own = _counted()
+    kept = [one.detach().clone() for one in model.parameters()]
+    for one in model.parameters():
+        one.data.mul_(0.5)
+    with replaced(handle):
+        for one, value in zip(model.parameters(), kept, strict=True):
+            one.data.copy_(value)
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    handle._watch.check_parameters()
+
+
+def test_a_direction_that_an_evaluation_adds_and_subtracts_changes_nothing() -> None:
+    """But for rounding errors, with which the average would take the place of the learner's weights."""
+    model, handle, own = _counted()
+    with replaced(handle), torch.no_grad():
+        before = [one.clone() for one in model.parameters()]
+        directions = [torch.randn_like(one) for one in before]
+        for sign in (1, -1):
+            for one, direction in zip(model.parameters(), directions, strict=True):
+                one.add_(direction, alpha=0.5 * sign)
+        assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_that_an_evaluation_loads_stays() -> None:
+    """Also of the weights, and if the average comes again, as while a checkpoint is saved."""
+    model, handle, _ = _counted()
+    lent = Lent(handle)
+    state = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    lent.swap()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    lent.swap()
+    state["layer.weight"] = model.layer.weight.detach().fill_(4).clone()
+    lent.swap()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    handle._watch.check_parameters()
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16])
+@pytest.mark.parametrize("back", [True, False])
+def test_a_model_that_is_cast_in_an_evaluation_gets_its_own_values_back(kind: torch.dtype, back: bool) -> None:
+    model, handle, own = _counted()
+    with replaced(handle):
+        model.to(kind)
+        if back:
+            model.float()
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    assert {one.dtype for one in model.state_dict().values()} == {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_buffers_that_a_forward_pass_sets_in_another_dtype_keep_the_change(cast: bool) -> None:
+    """With the dtype of before if the whole model was cast."""
+    model, handle, own = _counted()
+    model.kind = torch.float64
+    with replaced(handle), torch.no_grad():
+        (model.eval().double() if cast else model.eval())(torch.ones(3, 4, dtype=torch.float64 if cast else None))
+    assert model.total == 2 + 3
+    assert model.total.dtype == (torch.float32 if cast else torch.float64)
+    assert torch.equal(model.norm.running_mean, own["norm.running_mean"])
+
+
+def test_an_evaluation_refuses_steps_and_states() -> None:
+    """All of them would meet the averages in the place of the learner's weights."""
+    model, handle, step = _trained(ddpcore.DPSGD())
+    state, own = run_state(handle), model.layer.weight.detach().clone()
+    with replaced(handle):
+        model.eval()(torch.ones(2, 4)).sum().backward()
+        for call, advice in (
+            (handle.learner.optimizer.step, r"step after the evaluation"),
+            (lambda: run_state(handle), "save the state after"),
+            (lambda: load_run_state(handle, [state]), "load the state after"),
+            (lambda: handle.load_state_dict(state["handle"]), "load the state after"),
+        ):
+            with pytest.raises(RuntimeError, match=f"averaged weights while it is evaluated: {advice}"):
+                call()
+    assert torch.equal(model.layer.weight, own)
+    model.train()
+    step()

@@ -203,12 +203,36 @@ def samples_set_once(rank: int) -> tuple[str, bool]:
     return error, torch.equal(weights(model), before)
 
 
+def samples_after_a_step_left_out(rank: int, order: str) -> float:
+    """A step is left out, and in the next one rank 1 has no samples and no pass. How far weights are from the mean."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    connection = ddpcore.Connection(timeout=5.0)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD("samples"), connection=connection)
+    expected = weights(model)
+    for counts in ([4, 1], [4, 0]):
+        inputs = [torch.randn(num, 3) for num in counts]
+        for part in order.split(", "):
+            if part == "set":
+                handle.num_samples = counts[rank]
+            else:
+                optimizer.zero_grad(set_to_none=part == "None")
+        if counts[rank]:
+            model(inputs[rank]).mean().backward()
+    optimizer.step()
+    return float((weights(model) - expected + inputs[0].mean(0)).abs().max())
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
     seen["checkpointed"] = [checkpointed(rank, again) for again in (False, True)]
     seen["frozen"] = frozen_on_rank_0(rank)
     seen["samples"] = samples_set_once(rank)
+    seen["left out"] = [
+        samples_after_a_step_left_out(rank, order) for order in ("None, set", "set, None", "zeros, set")
+    ]
     for transport in ("shm", "pg"):
         seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
         dist.barrier()

@@ -144,6 +144,63 @@ def test_use_is_where_a_product_is_and_not_where_a_parameter_is_read():
     assert adamw(ReadEarly()) == {"head", "table"}
 
 
+class Named(nn.Module):
+    """Prompts that enter a layer, whose name the program chooses."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.prompts, self.name = nn.Parameter(torch.randn(4, 8)), name
+        self.add_module(name, nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.prompts.expand(x.shape[0], -1, -1), x], dim=1)
+        return self.head((F.linear(x, self.F.weight) if self.name == "F" else getattr(self, self.name)(x)).mean(1))
+
+
+@pytest.mark.parametrize("name", ["proj", "linear", "mm", "einsum", "F"])
+def test_the_name_of_a_layer_says_nothing(name: str) -> None:
+    assert adamw(Named(name)) == {"prompts", "head.weight"}
+
+
+def _standardized(w: Tensor) -> Tensor:
+    return (w - w.mean(1, keepdim=True)) / (w.std(1, keepdim=True) + 1e-5)
+
+
+class Changed(nn.Module):
+    """A product with a weight that is changed first."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.positions, self.change = nn.Parameter(torch.randn(4, 8)), change
+        self.register_buffer("mask", torch.ones(8, 8))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, self.positions.shape[0], 8) + self.positions * 0.02
+        return self.head(F.linear(x, self.change(self, x)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net, x: _standardized(net.weight),
+        lambda net, x: net.weight * 0.25 * net.mask,
+        lambda net, x: net.weight.bfloat16().mT,
+        lambda net, x: net.weight.to(x.dtype).double().type_as(x),
+        lambda net, x: net.drop(F.normalize(net.weight)),
+        lambda net, x: torch.cat([net.weight.to(x.dtype)[:4], net.weight.to(x.dtype)[4:]]),
+    ],
+)
+def test_weights_that_are_changed_before_their_product_are_factors(change: Any) -> None:
+    assert adamw(Changed(change)) == {"positions", "head.weight"}
+
+
+def test_a_diagonal_is_no_matrix() -> None:
+    assert adamw(Changed(lambda net, x: torch.diag(net.other[0]) @ net.weight)) == {"positions", "head.weight", "other"}
+
+
 class Opaque(nn.Module):
     """A forward pass that cannot be traced, because it depends on values."""
 

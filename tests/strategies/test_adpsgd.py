@@ -21,6 +21,7 @@ from torch import nn
 import ddpcore
 from ddpcore import ADPSGD, Complete, OnePeerExponential, RandomPair, Ring
 from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
+from ddpcore.distributed.saved import load_run_state, run_state
 from ddpcore.optim import FusedAdamW, FusedSGD
 from ddpcore.strategies.base import check_deaths
 from ddpcore.testing import check_strategy
@@ -393,3 +394,20 @@ def test_a_resumed_run_evaluates_the_weights_that_peers_change(options: dict[str
     for name in sorted(states, key=lambda name: name != first):
         states[name][0].load_state_dict(states[name][1])
     assert torch.equal(resumed.evaluation_model().weight, handle.evaluation_model().weight)
+
+
+@LEARNERS
+@pytest.mark.parametrize("how", ["clamped", "loaded"])
+def test_a_resumed_run_evaluates_what_the_program_has_changed(options: dict[str, Any], how: str) -> None:
+    """The states of the models that it loads are not those that a program loads."""
+    _, handle, _ = _of_three(options, 4)
+    with torch.no_grad():
+        for one in handle.models:
+            one.weight.clamp_(-0.1, 0.1)
+    if how == "loaded":
+        handle.models[1].load_state_dict({"weight": torch.full((1, 3), 7.0), "bias": torch.ones(1)})
+    _, resumed, _ = _of_three(options, 0)
+    load_run_state(resumed, [run_state(handle)])
+    assert torch.equal(resumed.evaluation_model().weight, handle.evaluation_model().weight)
+    for one, other in zip(resumed.models, handle.models, strict=True):
+        assert torch.equal(one.weight, other.weight)
