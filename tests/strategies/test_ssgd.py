@@ -68,3 +68,26 @@ def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> No
     for one in handle.models:
         assert torch.equal(one[1].bias.grad, torch.full((4,), 3.0))
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_one_number_that_changes_on_one_learner_is_found(what: str, dtype: torch.dtype) -> None:
+    """In a compared step: every bit of weights and states is, not a sample of them."""
+    model = nn.Sequential(nn.Linear(5, 101), nn.Linear(101, 3)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, SSGD(), learners=2)
+    for step in range(4):
+        if step == 3:
+            weight = handle.models[1][0].weight
+            changed = weight.detach() if what == "weights" else optimizer.state[weight]["momentum_buffer"]
+            changed[37, 3] += 1
+        optimizer.zero_grad()
+        outputs = handle.model(torch.ones(2, 4, 5, dtype=dtype))
+        if step == 3:
+            start = "the weights of" if what == "weights" else "the state of the optimizer for 0.weight on"
+            with pytest.raises(RuntimeError, match=f"{start} learner 1 differ"):
+                outputs.sum().backward()
+        else:
+            outputs.sum().backward()
+            optimizer.step()
