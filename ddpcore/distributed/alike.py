@@ -58,8 +58,8 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
         sums = learner.comm.gather(_sums_of_states(learner), step).cpu()
         name = flat.names[int((sums[other] != sums[0]).nonzero()[0])]
         raise RuntimeError(
-            f"the state of the optimizer for {name} on learner {other} differs from that of learner 0, so their weights "
-            "will: load and change states on all alike (or traits.stays_identical is wrong)"
+            f"the state of the optimizer for {name} on learner {other} differs from that of learner 0, and so will "
+            "weights: load and change states on all alike (or traits.stays_identical is wrong)"
         )
 
 

@@ -209,3 +209,24 @@ def test_a_mode_of_the_model_of_learner_0(make, change, what):
     for one in handle.models:
         change(one)
     step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m[2](m[1](m[0](x)))])
+def test_parts_of_the_model_of_learner_0(make, call):
+    """It would train alone. Parts of each model may be called, also by strategies whose average needs a call."""
+    handle, optimizer = trained(make())
+    before = [p.detach().clone() for p in handle.models[0].parameters()]
+    call(handle.models[0], torch.ones(6, 5)).square().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"only the model of learner 0 was called, or parts of it|not averaged: call"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, before, handle.models[0].parameters()))
+    if isinstance(handle.strategy, ddpcore.LocalSGD):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for one in handle.models:
+                call(one, torch.ones(6, 5)).square().mean().backward()
+            optimizer.step()
+        assert not torch.equal(before[0], handle.models[0][0].weight)
