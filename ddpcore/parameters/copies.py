@@ -1,11 +1,10 @@
 """Copies of a model: of the other virtual learners, and for evaluation."""
 
 import copy
-import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -155,27 +154,13 @@ def _holds(value: Any, own: set[int]) -> bool:
 
 
 def _next(value: Any) -> list[Any]:
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, Tensor | nn.Module | types.FrameType | types.TracebackType):
         return []
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
     if isinstance(value, weakref.ref):
         return [value()]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = map(_contents, value.__closure__ or ())
         used = [value.__globals__.get(name) for name in value.__code__.co_names]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*cells, *defaults, *vars(value).values(), *(one for one in used if isinstance(one, Tensor | nn.Module))]
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _contents(cell: types.CellType) -> Any:
-    with suppress(ValueError):  # it is empty
-        return cell.cell_contents
-    return None
+        used = [one for one in used if isinstance(one, Tensor | nn.Module)]
+        return [*(value.__closure__ or ()), *defaults, *vars(value).values(), *used]
+    return gc.get_referents(value)  # of containers, cells, methods, and of attributes with and without a __dict__
