@@ -68,6 +68,14 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copied
 
 
+def overwrite(buffer: Tensor, values: Tensor) -> None:
+    """Overwrite a buffer and so its views. One that cannot be written gets memory of its own, as an expanded one."""
+    if 0 in buffer.stride() or buffer.is_inference() or buffer.shape != values.shape:
+        buffer.data = values.clone()
+    else:
+        buffer.data.copy_(values)
+
+
 def _copy_node_hooks(parameter: Tensor, own: Tensor, memo: dict[int, Any]) -> None:
     """Copy the hooks of the accumulation node of a parameter, which lives as long as something holds it."""
     if not parameter.requires_grad:
@@ -85,7 +93,8 @@ def _memo_of(model: nn.Module) -> dict[int, Any]:
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
                 memo[id(tensor)] = torch.empty(0, dtype=torch.float32, device="cpu")
-            elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
+            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                # .data, because the graph of a changed view cannot be used
                 memo[id(tensor)] = tensor.data.clone()
     return memo
 
