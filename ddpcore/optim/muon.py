@@ -124,6 +124,7 @@ class Muon(SavedOptimizer):
                 raise ValueError("a group has split= and num_heads=: give one, because both divide its rows")
             param_group["split"] = param_group.pop("num_heads")
         super().add_param_group(param_group)
+        self.give_own_rate()
         group = self.param_groups[-1]
         try:
             _check_options(group)
