@@ -230,3 +230,31 @@ def test_parts_of_the_model_of_learner_0(make, call):
                 call(one, torch.ones(6, 5)).square().mean().backward()
             optimizer.step()
         assert not torch.equal(before[0], handle.models[0][0].weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ddpcore.DPSGD(ddpcore.Ring()),
+        lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
+    ],
+)
+@pytest.mark.parametrize("inside", [range(6), (0, 3)])
+def test_steps_and_states_in_inference_mode(make, inside):
+    """They have the bits of steps outside of it; what strategies keep was of a mode in which nothing else may write."""
+    ends = []
+    for is_inside in (True, False):
+        model = nn.Linear(5, 3)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.constant_(model.bias, 0.2)
+        optimizer = ddpcore.optim.FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, make(), learners=L)
+        for step in range(6):
+            optimizer.zero_grad()
+            handle.model(torch.ones(L, 6, 5)).square().mean(dim=(1, 2)).sum().backward()
+            with torch.inference_mode(is_inside and step in inside):
+                if step == 3:
+                    handle.load_state_dict(handle.state_dict())
+                optimizer.step()
+        ends.append([p.detach() for model in handle.models for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
