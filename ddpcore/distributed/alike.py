@@ -29,7 +29,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
         return
-    options = _options(learner.optimizer)
+    options = compared_options(learner.optimizer)
     bits = bits_of(flat.param_LP, columns).to(torch.int64)
     samples = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.int64, device=bits.device)).sum(dim=1)
     weights = flat.param_LP.detach().view(torch.int64).sum(dim=1) + samples  # rows are multiples of 16 numbers
@@ -136,14 +136,19 @@ def _sums_of_states(learner: Learner) -> Tensor:
     return torch.stack(sums).view(flat.num_rows, -1)
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """All options of the groups, with their names. A tensor becomes a number."""
-    found: list[tuple[str, Any]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for key in sorted(set(optimizer.defaults).intersection(group)):
-            values = group[key] if isinstance(group[key], tuple | list) else [group[key]]
-            found += [(f"{key} of group {index}", float(value) if _is_number(value) else value) for value in values]
-    return found
+def compared_options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    """All options of the groups, one for each key, with their names. A tensor becomes a number."""
+    return [
+        (f"{key} of group {index}", _plain(group[key]))
+        for index, group in enumerate(optimizer.param_groups)
+        for key in sorted(set(optimizer.defaults).intersection(group))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return float(value) if _is_number(value) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import SSGD
+from ddpcore.distributed.alike import compared_options
+from ddpcore.optim import FusedLAMB
 from helpers.connection import connected
 
 
@@ -91,3 +93,13 @@ def test_one_number_that_changes_on_one_learner_is_found(what: str, dtype: torch
         else:
             outputs.sum().backward()
             optimizer.step()
+
+
+def test_a_tuple_as_option_is_compared_as_one_option() -> None:
+    """One on a rank alone is named: ``add groups on all alike`` was no cause."""
+    optimizer = FusedLAMB([torch.ones(3, requires_grad=True)], lr=0.1)
+    before = compared_options(optimizer)
+    optimizer.param_groups[0]["trust_clip"] = (0.1, torch.tensor(2.0))
+    after = compared_options(optimizer)
+    assert [name for name, _ in before] == [name for name, _ in after]
+    assert ("trust_clip of group 0", (pytest.approx(0.1), 2.0)) in after
