@@ -73,7 +73,7 @@ def flatness(model: nn.Module, loss: Loss, *, seed: int = 0) -> Flatness:
         signs = [(torch.randint(2, **draw) * 2.0 - 1).to(sizes_P) for _ in range(NUM_PROBES)]
         traces = [float(sign_P.double() @ relative(sign_P).double()) for sign_P in signs]
         before = loss_at(weights_P, loss)
-        noises = [torch.randn(**draw).to(sizes_P) for _ in range(NUM_PROBES)]
+        noises = [torch.randn(**draw, dtype=torch.float32).to(sizes_P) for _ in range(NUM_PROBES)]
         increases = [loss_at(weights_P + STRENGTH * sizes_P * x_P, loss) - before for x_P in noises]
         return Flatness(
             loss=before,

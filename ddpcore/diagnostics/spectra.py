@@ -83,8 +83,9 @@ def extreme_eigenvalues(
 ) -> Eigenvalues:
     """The eigenvalues at both ends of the spectrum, each by a Lanczos iteration (ARPACK). NotFinite or NotConverged.
 
-    ARPACK's tolerance is relative to the eigenvalue, which is too strict near zero. So each end is computed of H plus
-    or minus its spectral radius, which makes the tolerance relative to that radius.
+    ARPACK's tolerance is relative to the eigenvalue, which is too strict near zero, and no smaller than a number. So
+    each end is computed of H by its spectral radius, plus or minus 2, which makes the tolerance relative to that
+    radius, and is never zero, for which ARPACK has no start vector.
     """
     num = operator.numel
     if num <= max(DENSE, 2 * (largest + smallest)):
@@ -129,6 +130,7 @@ def _lanczos(
     max_products: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """As :func:`_arpack`, of the operator without the known eigenvalues and vectors ``[., P]``; one start vector."""
+    scale, side = abs(shift), 2 * np.sign(shift)
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
     num_products = count(1)
 
@@ -136,18 +138,18 @@ def _lanczos(
         if next(num_products) > max_products:
             raise NotConverged(max_products)
         row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
-        shifted = operator(row)[0].double().cpu().numpy() + shift * vector.reshape(-1)
-        return np.asarray(shifted - known_rows.T @ ((known + shift) * (known_rows @ vector.reshape(-1))))
+        shifted = operator(row)[0].double().cpu().numpy() / scale + side * vector.reshape(-1)
+        return np.asarray(shifted - known_rows.T @ ((known / scale + side) * (known_rows @ vector.reshape(-1))))
 
     with extra("train"):
         from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # noqa: PLC0415
     try:
         shifted = LinearOperator((operator.numel, operator.numel), matvec=matvec, dtype=np.float64)
-        values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance)
+        values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance * 2 / 3)
     except ArpackNoConvergence:
         raise NotConverged(max_products) from None
     order = np.argsort(values)[::-1]
-    return values[order] - shift, columns.T[order]
+    return (values[order] - side) * scale, columns.T[order]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +222,11 @@ def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> 
         for _ in range(2):  # twice is enough (Parlett)
             for known_KP in basis:
                 next_KP = next_KP - known_KP * (known_KP * next_KP).sum(dim=1, keepdim=True)
-        norms_K1 = next_KP.norm(dim=1, keepdim=True)
-        beside[:, step] = norms_K1[:, 0].double().cpu().numpy()
+        norms_K1 = next_KP.double().norm(dim=1, keepdim=True)  # squares of float32 have no room for small and large H
+        beside[:, step] = norms_K1[:, 0].cpu().numpy()
         # A zero norm: the Krylov space is complete. Any direction may follow, with the weight zero.
-        vectors_KP = torch.where(norms_K1 > 0, next_KP / norms_K1.clamp(min=torch.finfo(next_KP.dtype).tiny), 0.0)
+        next_KP = next_KP / norms_K1.clamp(min=torch.finfo(torch.float64).tiny)
+        vectors_KP = torch.where(norms_K1 > 0, next_KP, 0.0).to(operator.like)
     nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
     for probe in range(num):
         nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe])

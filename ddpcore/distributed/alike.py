@@ -1,4 +1,4 @@
-"""Whether learners that must be equal are equal: the options of their optimizers, and their weights."""
+"""Whether learners that must be equal are equal: the options and states of their optimizers, and their weights."""
 
 from operator import is_
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from ddpcore.strategies.learner import Learner
 
 FIRST, EVERY = 16, 16  # each of the first steps is checked, and then one of so many
 _SAMPLE = 256  # weights of each learner, and one of each small parameter
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
@@ -23,31 +23,43 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     Its average makes gradients equal, so learners differ only after one of them was given other weights, another
     state of its optimizer, or other options. It takes one small ``gather`` after the average of gradients.
 
-    RuntimeError, before anything is stepped: an option of a group differs, or these columns of the weights do, unless
-    weights may be apart, because a step had no average.
+    RuntimeError, before anything is stepped: an option of a group differs, or weights or states do, unless these may be
+    apart, because a step had no average. All bits are added, those of ``columns`` by their places.
     """
     step, flat = learner.step, learner.flat
     if learner.comm.num_learners == 1 or (step >= FIRST and step % EVERY) or is_capturing(flat.param_LP):
         return
-    options = _options(learner.optimizer)
-    bits = bits_of(flat.param_LP, columns).to(torch.float64)
-    sums = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.float64, device=bits.device)).sum(dim=1)
+    options = compared_options(learner.optimizer)
+    bits = bits_of(flat.param_LP, columns).to(torch.int64)
+    samples = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.int64, device=bits.device)).sum(dim=1)
+    weights = flat.param_LP.detach().view(torch.int64).sum(dim=1) + samples  # rows are multiples of 16 numbers
+    states = _sums_of_states(learner).sum(dim=1)
     membership = learner.comm.membership
     has_joined = membership is not None and any(change.joined for change in membership.changes)
-    apart = float(is_apart or has_joined)  # a learner that joins has a momentum of its own
-    facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.float64, device=sums.device)
-    everyone = learner.comm.gather(torch.cat([sums[:, None], facts.repeat(len(sums), 1)], dim=1), step).cpu()
-    if (other := _first_other(everyone[:, 1])) is not None:
+    apart = is_apart or has_joined  # a learner that joins has a momentum of its own
+    facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.int64, device=bits.device)
+    own = torch.cat([torch.stack([weights, states], dim=1), facts.repeat(len(bits), 1)], dim=1)
+    everyone = learner.comm.gather(own, step).cpu()
+    if (other := _first_other(everyone[:, 2])) is not None:
         raise RuntimeError(
-            f"the optimizer has {int(everyone[0, 1])} options in its groups on learner 0 and "
-            f"{int(everyone[other, 1])} on learner {other}: add groups on all alike"
+            f"the optimizer has {int(everyone[0, 2])} options in its groups on learner 0 and "
+            f"{int(everyone[other, 2])} on learner {other}: add groups on all alike"
         )
-    if _first_other(everyone[:, 2]) is not None:
+    if _first_other(everyone[:, 3]) is not None:
         _name_option(learner, options)
-    if not everyone[:, 3].any() and (other := _first_other(everyone[:, 0])) is not None:
+    if everyone[:, 4].any():
+        return
+    if (other := _first_other(everyone[:, 0])) is not None:
         raise RuntimeError(
             f"the weights of learner {other} differ from those of learner 0, and their average of gradients cannot "
             "bring them together: load states and change weights on all alike (or traits.stays_identical is wrong)"
+        )
+    if (other := _first_other(everyone[:, 1])) is not None:
+        sums = learner.comm.gather(_sums_of_states(learner), step).cpu()
+        name = flat.names[int((sums[other] != sums[0]).nonzero()[0])]
+        raise RuntimeError(
+            f"the state of the optimizer for {name} on learner {other} differs from that of learner 0, and so will "
+            "weights: load and change states on all alike (or traits.stays_identical is wrong)"
         )
 
 
@@ -100,20 +112,43 @@ def check_divided(learner: Learner) -> None:
         )
 
 
-def _sum_of_numbers(gradient: Tensor) -> Tensor:
-    """The bits of all numbers of a gradient as integers, added: the same in any order."""
-    part = local(gradient).detach()
-    return part.view(_INTEGERS[part.element_size()]).sum(dtype=torch.int64)
+def _sum_of_numbers(numbers: Tensor) -> Tensor:
+    """The bits of all numbers as integers, added: the same in any order. They overflow, because that is fast."""
+    part = local(numbers).detach()
+    integer = _INTEGERS[part.element_size()]
+    return part.view(integer).sum(dtype=integer).to(torch.int64)
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """All options of the groups, with their names. A tensor becomes a number."""
-    found: list[tuple[str, Any]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for key in sorted(set(optimizer.defaults).intersection(group)):
-            values = group[key] if isinstance(group[key], tuple | list) else [group[key]]
-            found += [(f"{key} of group {index}", float(value) if _is_number(value) else value) for value in values]
-    return found
+def _sums_of_states(learner: Learner) -> Tensor:
+    """``[L, parameters]``: for each parameter the bits of its states of its shape."""
+    flat, states = learner.flat, learner.optimizer.state
+    zero = torch.zeros((), dtype=torch.int64, device=flat.param_LP.device)
+    sums = []
+    for parameter in flat.parameters:
+        shape, device = parameter.shape, parameter.device
+        own = [
+            _sum_of_numbers(value)
+            for key, value in states.get(parameter, {}).items()
+            if key != "step" and isinstance(value, Tensor) and value.shape == shape and value.device == device
+            if type(local(value)) is Tensor and not value.is_sparse
+        ]
+        sums.append(sum(own, zero))
+    return torch.stack(sums).view(flat.num_rows, -1)
+
+
+def compared_options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+    """All options of the groups, one for each key, with their names. A tensor becomes a number."""
+    return [
+        (f"{key} of group {index}", _plain(group[key]))
+        for index, group in enumerate(optimizer.param_groups)
+        for key in sorted(set(optimizer.defaults).intersection(group))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return float(value) if _is_number(value) else value
 
 
 def _is_number(value: Any) -> bool:

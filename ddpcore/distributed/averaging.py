@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ddpcore.comm.base import Communicator
-from ddpcore.parameters.copies import copy_of
+from ddpcore.parameters.copies import copy_of, overwrite
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -145,7 +145,7 @@ def average_buffers(copies: Mapping[str, Tensor], models: Sequence[nn.Module], a
     """Overwrite copies of floating-point and complex buffers with their average over all learners' models."""
     held = [averaged_buffers(model) for model in models]
     for name in held[0]:
-        copies[name].data = _mean_of([one[name] for one in held], average)
+        overwrite(copies[name], _mean_of([one[name] for one in held], average))
 
 
 def _average_pruned(result: nn.Module, learner: Learner, weights: Mapping[int, Tensor]) -> None:

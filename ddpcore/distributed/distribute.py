@@ -22,7 +22,7 @@ from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.distributed.state_sync import Policies, StateSync, received_state, scales_inside
 from ddpcore.optim.base import FusedOptimizer
-from ddpcore.parameters.copies import copies_of
+from ddpcore.parameters.copies import copies_of, overwrite
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import Shards, local
@@ -255,7 +255,7 @@ def _start_alike(learner: Learner) -> None:
     for copies in zip(*(model.buffers() for model in learner.models), strict=True):
         first = first_of(copies[0])
         for buffer in copies:
-            buffer.data = first.clone()
+            overwrite(buffer, first)
 
 
 def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:

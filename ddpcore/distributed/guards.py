@@ -1,8 +1,9 @@
 """Models and optimizers that ``distribute`` cannot train are refused by name, and later steps of other optimizers."""
 
+import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -55,6 +56,17 @@ def check_model(model: nn.Module) -> None:
         if kind != "strided":
             raise ValueError(f"buffer {name} is {kind.replace('_', ' ')} and cannot be sent: make it a dense tensor")
     _check_aliases(model)
+
+
+def outside_modes(function: Callable[..., Any]) -> Any:
+    """Run a function without gradients, and outside of ``torch.inference_mode()``: later steps change its tensors."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def wrapper_of(module: nn.Module) -> str | None:

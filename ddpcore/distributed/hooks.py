@@ -28,7 +28,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import check_state_caller
+from ddpcore.distributed.guards import check_state_caller, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.samples import SampleWatch
@@ -194,7 +194,7 @@ class HookedDistributed(Distributed):
         copied: dict[str, Any] = copy_of(state)
         return copied
 
-    @torch.no_grad()
+    @outside_modes
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
@@ -359,7 +359,7 @@ class HookedDistributed(Distributed):
                 "averaged: run the last pass of each learner outside of it"
             )
 
-    @torch.no_grad()
+    @outside_modes
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
         learner.num_samples = self.num_samples
@@ -387,7 +387,7 @@ class HookedDistributed(Distributed):
         with self._span("before_step"):
             self._weight_step.average(strategy.before_step(learner), at_once=at_once)
 
-    @torch.no_grad()
+    @outside_modes
     def _after_step(self) -> None:
         self._samples.check()  # a closure has set them
         self._watch.after_optimizer()

@@ -57,6 +57,7 @@ class Policies:
                 raise ValueError(f"policy {name} is {value!r}: choose from {', '.join(allowed)}")
         if not isinstance(self.moments, Mapping):
             raise ValueError(f'policy moments is {self.moments!r}: give a period by name, such as {{"exp_avg": 4}}')
+        object.__setattr__(self, "moments", dict(self.moments))  # the caller's may change
         for name, period in self.moments.items():
             if type(period) is not int or period < 1:
                 raise ValueError(f"policy moments: the period of {name} is {period!r}: it must be 1 or more steps")

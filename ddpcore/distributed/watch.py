@@ -311,10 +311,10 @@ class LoopWatch:
                 f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
                 "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
             )
-        if len(self.learner.models) > 1 and self._called == {False} and not self.has_average:
+        if len(self.learner.models) > 1 and not self.has_average and self._is_first_alone(plan.averages_gradients):
             raise RuntimeError(
-                "only the model of learner 0 was called: call handle.model(x) with inputs [learners, batch, ...], or "
-                "each of handle.models"
+                "only the model of learner 0 was called, or parts of it: call handle.model(x) with inputs [learners, "
+                "batch, ...], or each of handle.models"
             )
         if closure is None and not self.averaged and plan.averages_gradients:
             self._check_averaged()
@@ -337,6 +337,13 @@ class LoopWatch:
         is_unchanged = self._check_rows()
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
+
+    def _is_first_alone(self, averages: bool) -> bool:
+        """Whether only the model of learner 0 was called, or no model, and only its parameters have gradients."""
+        if self._called or averages:  # _check_averaged checks others
+            return self._called == {False}
+        has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
+        return any(has_grad) and not any(has_grad[len(self._flat.segments) :])
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""

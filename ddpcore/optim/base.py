@@ -79,6 +79,7 @@ class FusedOptimizer(SavedOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         add, torchs = super().add_param_group.__func__, torch.optim.Optimizer.add_param_group  # type: ignore[attr-defined]
         (inspect.unwrap(add) if add is torchs else add)(self, param_group)  # its wrapper imports torch._dynamo
+        self.give_own_rate()
         group = self.param_groups[-1]
         group["state_dtype"] = checks.name_of(group.get("state_dtype", "float32"))
         try:

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from ddpcore.optim.checks import check_number
 
@@ -59,13 +60,17 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
 
     Returns groups for ``FusedLARS(param_groups(model, 1e-4), lr=...)``, without empty ones. Optimizers of other
     libraries accept them too.
-    ValueError: weight_decay is negative or not a number, the rule is unknown, or the model has no trainable parameter.
+    ValueError: weight_decay is negative or not a number, the rule is unknown, or the model has no trainable parameter,
+    or one without a shape.
     """
     check_number("weight_decay", weight_decay)
     if rule not in (None, "muon"):
         raise ValueError(f"rule is {rule!r}: it must be None or 'muon'")
     if not (named := [(name, p) for name, p in model.named_parameters() if p.requires_grad]):
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to train")
+    if lazy := [name for name, p in named if is_lazy(p)]:
+        advice = "run one forward pass before param_groups()"
+        raise ValueError(f"parameter {lazy[0]} has no shape yet (lazy module): {advice}")
     scales = _scales(model)
     weights = [(name, p) for name, p in named if p.ndim > 1 and id(p) not in scales]
     vectors = [(name, p) for name, p in named if p.ndim <= 1 or id(p) in scales]

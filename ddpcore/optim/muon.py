@@ -40,8 +40,9 @@ class Muon(SavedOptimizer):
 
     ``m = momentum*m + (1-momentum)*g; u = (1-momentum)*g + momentum*m if nesterov else m; w *= 1 - lr*weight_decay;
     w -= lr*s*O(u)``, where O(u) is the orthogonal factor of u. A convolution is a matrix of one row for each output
-    channel. The scale s is ``sqrt(max(1, rows/columns))``, or with ``match_rms_adamw`` (Moonshot: Liu et al. 2025,
-    arXiv:2502.16982, equation 4) ``0.2*sqrt(max(rows, columns))``, so that lr and decay of AdamW fit.
+    channel, and a transposed one of a row for each input channel. The scale s is ``sqrt(max(1, rows/columns))``, or
+    with ``match_rms_adamw`` (Moonshot: Liu et al. 2025, arXiv:2502.16982, equation 4) ``0.2*sqrt(max(rows,
+    columns))``, so that lr and decay of AdamW fit.
 
     Matrices have the rule and the state of ``torch.optim.Muon``; O(u) is rounded to bfloat16, as there. Matrices of one
     shape are one batch of matrix products, so that results differ by the rounding of these products. All other
@@ -124,6 +125,7 @@ class Muon(SavedOptimizer):
                 raise ValueError("a group has split= and num_heads=: give one, because both divide its rows")
             param_group["split"] = param_group.pop("num_heads")
         super().add_param_group(param_group)
+        self.give_own_rate()
         group = self.param_groups[-1]
         try:
             _check_options(group)

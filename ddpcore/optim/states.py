@@ -56,6 +56,12 @@ class SavedOptimizer(torch.optim.Optimizer):
                 yield (index if names is None else names[position], param), group
                 index += 1
 
+    def give_own_rate(self) -> None:
+        """Copy the learning rate of the last group if it is the tensor of another group: schedulers write into both."""
+        *others, group = self.param_groups
+        if isinstance(group["lr"], Tensor) and any(group["lr"] is one["lr"] for one in others):
+            group["lr"] = group["lr"].clone()
+
     def note_capture(self) -> None:
         """Before a step: see :func:`~ddpcore.optim.checks.check_capture`, if a CUDA graph captures it."""
         first = self.param_groups[0]["params"]
@@ -195,9 +201,10 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         raise RuntimeError(f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer")
     if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
-    parts = map(local, params)
-    if any(stride == 0 and size > 1 for part in parts for stride, size in zip(part.stride(), part.shape, strict=True)):
+    if any(map(_overlaps_itself, map(local, params))):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
+    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, (*params, *grads)))):
+        raise RuntimeError(f"{name}: a tensor has torch's negative bit, its memory the other sign: call resolve_neg()")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:
             raise RuntimeError(
@@ -210,6 +217,18 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
                     f"{name}: {key} has shape {tuple(value.shape)} and its parameter {tuple(param.shape)}, whose data "
                     "was replaced: call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
                 )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements may share memory: a stride is no larger than what the smaller strides reach."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:

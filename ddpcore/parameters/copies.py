@@ -1,11 +1,10 @@
 """Copies of a model: of the other virtual learners, and for evaluation."""
 
 import copy
-import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -69,6 +68,14 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copied
 
 
+def overwrite(buffer: Tensor, values: Tensor) -> None:
+    """Overwrite a buffer and so its views. One that cannot be written gets memory of its own, as an expanded one."""
+    if 0 in buffer.stride() or buffer.is_inference() or buffer.shape != values.shape:
+        buffer.data = values.clone()
+    else:
+        buffer.data.copy_(values)
+
+
 def _copy_node_hooks(parameter: Tensor, own: Tensor, memo: dict[int, Any]) -> None:
     """Copy the hooks of the accumulation node of a parameter, which lives as long as something holds it."""
     if not parameter.requires_grad:
@@ -86,7 +93,8 @@ def _memo_of(model: nn.Module) -> dict[int, Any]:
         for tensor in _tensors_in(vars(module)):
             if torch._C._functorch.is_batchedtensor(tensor):
                 memo[id(tensor)] = torch.empty(0, dtype=torch.float32, device="cpu")
-            elif not isinstance(tensor, nn.Parameter):  # .data, because the graph of a changed view cannot be used
+            elif tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                # .data, because the graph of a changed view cannot be used
                 memo[id(tensor)] = tensor.data.clone()
     return memo
 
@@ -155,27 +163,13 @@ def _holds(value: Any, own: set[int]) -> bool:
 
 
 def _next(value: Any) -> list[Any]:
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, Tensor | nn.Module | types.FrameType | types.TracebackType):
         return []
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
     if isinstance(value, weakref.ref):
         return [value()]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
     if isinstance(value, types.FunctionType):
-        cells = map(_contents, value.__closure__ or ())
         used = [value.__globals__.get(name) for name in value.__code__.co_names]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*cells, *defaults, *vars(value).values(), *(one for one in used if isinstance(one, Tensor | nn.Module))]
-    return list(getattr(value, "__dict__", {}).values())
-
-
-def _contents(cell: types.CellType) -> Any:
-    with suppress(ValueError):  # it is empty
-        return cell.cell_contents
-    return None
+        used = [one for one in used if isinstance(one, Tensor | nn.Module)]
+        return [*(value.__closure__ or ()), *defaults, *vars(value).values(), *used]
+    return gc.get_referents(value)  # of containers, cells, methods, and of attributes with and without a __dict__

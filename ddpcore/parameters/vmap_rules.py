@@ -141,7 +141,7 @@ class VmapRules:
         self._num_hooks = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
         first = modules[0]
-        self._alike = all(len(own) == len(first) for own in modules) and self._have_rows()
+        self._alike = all(len(own) == len(first) for own in modules) and self._have_rows() and not _have_views(first)
         pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
         self._alike = self._alike and all(_computes_alike(*pair) for pair in pairs)
         pairs = pairs if self._alike else []
@@ -167,6 +167,15 @@ class VmapRules:
 def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
     """The modules and parameters that are in the modules with these attributes."""
     return list(chain.from_iterable(map(_values_of, chain.from_iterable(map(_own_members, attributes)))))
+
+
+def _have_views(modules: Iterable[nn.Module]) -> bool:
+    """Whether a buffer shares memory with another tensor of the modules, which vmap would give memory of its own."""
+    buffers = {id(one): one for module in modules for one in module._buffers.values() if one is not None}
+    others = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, Tensor)}
+    kinds = [[one for one in kind.values() if torch._C._has_storage(one)] for kind in (buffers, others)]
+    held, kept = ([one.untyped_storage()._cdata for one in kind] for kind in kinds)
+    return len(set(held)) < len(held) or not set(held).isdisjoint(kept)
 
 
 def _breaks_vmap(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ def to_json(obj: Any) -> Any:
     """The value as dict, list, str, int, float, bool and None; NaN and infinity become None.
 
     Takes dataclasses (as a dict of their fields), mappings, sequences, sets (sorted), paths, tensors and numpy
-    arrays or scalars. TypeError for anything else.
+    arrays or scalars. TypeError for anything else. ValueError: two keys are the same text.
     """
     if obj is None or isinstance(obj, bool | int | str):
         return obj
@@ -34,7 +34,9 @@ def to_json(obj: Any) -> Any:
     if is_dataclass(obj) and not isinstance(obj, type):
         return {entry.name: to_json(getattr(obj, entry.name)) for entry in fields(obj)}
     if isinstance(obj, Mapping):
-        return {str(key): to_json(value) for key, value in obj.items()}
+        if len(texts := {str(key): to_json(value) for key, value in obj.items()}) < len(obj):
+            raise ValueError(f"two keys of {', '.join(map(repr, obj))[:80]} are the same text: give others")
+        return texts
     if isinstance(obj, list | tuple):
         return [to_json(value) for value in obj]
     if isinstance(obj, set | frozenset):
@@ -48,7 +50,7 @@ def to_json(obj: Any) -> Any:
 
 _TAIL = re.compile(rb', "checksum": "([0-9a-f]{8})(?:-([0-9a-f]{8}))?"\}$')
 _ALMOST = re.compile(rb', "checksum": |"[0-9a-f]{8}(-[0-9a-f]{8})?"\}$')  # of a tail in which a byte was changed
-_JSON_TAIL = re.compile(rb',\n  "checksum": "([0-9a-f]{8})"\n\}\n$')
+_JSON_TAIL = re.compile(rb',?\n  "checksum": "([0-9a-f]{8})"\n\}\n$')
 _JSON_ALMOST = re.compile(rb',\n  "checksum": |"[0-9a-f]{8}"\n\}\n$')
 
 
@@ -171,8 +173,9 @@ def _checksum(content: bytes) -> str:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Write one object as an indented JSON file with a checksum, atomically. :func:`read_json` reads it."""
-    body = json.dumps(to_json(result), indent=2, allow_nan=False).encode()
-    replace_file(path, body[:-2] + f',\n  "checksum": "{_checksum(body)}"\n}}\n'.encode())
+    body = json.dumps(to_json(result), indent=2, allow_nan=False).encode() if result else b"{\n}"
+    comma = "," if result else ""
+    replace_file(path, body[:-2] + f'{comma}\n  "checksum": "{_checksum(body)}"\n}}\n'.encode())
 
 
 def read_json(path: Path) -> Any:

@@ -210,3 +210,15 @@ def test_a_linear_loss_has_no_curvature() -> None:
     model = nn.Linear(4, 1)
     found = flatness(model, lambda: model(torch.ones(3, 4)).mean())
     assert (found.hessian_eigenvalue, found.relative_eigenvalue, found.relative_trace) == (0.0, 0.0, 0.0)
+
+
+def test_whatever_the_default_dtype_is() -> None:
+    model, found = nn.Linear(20, 1), []
+    inputs = torch.randn(32, 20)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(flatness(model, lambda: model(inputs).square().mean(), seed=0))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found[0] == found[1] == found[2]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
-from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, spectra
 from ddpcore.optim import FusedSGD
 from helpers import drawn_runs, ranks
 from helpers import hessian_ranks as training
@@ -312,3 +312,25 @@ def test_noise_is_that_of_gradients_without_a_scaler(optimizer: type[torch.optim
             scaler.update()
         noise.append(statistics.records[0].noise)
     assert noise[1] == pytest.approx(noise[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-8, 1.0, 1e22])
+def test_the_scale_of_the_loss_is_that_of_the_spectrum(scale: float) -> None:
+    """Squares of such norms are no numbers of float32, and ARPACK's tolerance has an absolute floor."""
+    values = torch.linspace(-1, 1, 64)
+    like = torch.ones(64)
+    operator = spectra.Operator(product=lambda rows: rows * (values * scale), like=like)
+    density = spectra.spectral_density(operator, 64, 8, seed=0)
+    assert ((density.nodes / scale) ** 2 * density.weights).sum(axis=1).mean() == pytest.approx(0.344, rel=0.05)
+    found = spectra.extreme_eigenvalues(operator, 3, 1, seed=0, tolerance=1e-6, max_products=1000)
+    assert found.values / scale == pytest.approx([1, 61 / 63, 59 / 63, -1], abs=3e-6)
+    assert found.residuals.max() < 3e-6 * scale
+
+
+@pytest.mark.parametrize("num", [33, 64, 100])
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_a_multiple_of_the_identity(value: float, num: int) -> None:
+    """A matrix that a shift makes zero has no start vector, which ended a step in an error of ARPACK."""
+    operator = spectra.Operator(product=lambda rows: rows * value, like=torch.ones(num, dtype=torch.float64))
+    found = spectra.extreme_eigenvalues(operator, 2, 2, seed=0, tolerance=1e-6, max_products=1000)
+    assert found.values == pytest.approx([value] * 4)

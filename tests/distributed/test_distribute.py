@@ -174,3 +174,35 @@ def test_a_handle_says_what_it_is(strategy: ddpcore.Strategy, name: str) -> None
     learners = None if name == "torch alone" else 4
     handle = ddpcore.distribute(model, optimizer, strategy, learners=learners)
     assert repr(handle).startswith(f"<{name}") and repr(handle).endswith(f", {handle.comm.description}>")
+
+
+class Viewing(nn.Module):
+    """Has a buffer, and an attribute, that are views of another buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("table", torch.ones(4))
+        self.register_buffer("first", self.table[:2])
+        self.square = self.table.view(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.table.mul_(0.5)
+        return self.layer(inputs) * self.first.sum() * self.square.sum()
+
+
+@pytest.mark.parametrize("learners", [1, 3])
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_views_of_buffers_stay_views(learners: int, vectorize: bool) -> None:
+    """A learner alone begins as each rank does."""
+    model = Viewing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=learners, vectorize=vectorize)
+    x = torch.ones(learners, 2, 3)
+    for outputs in handle.model(x) if learners > 1 else [model(x[0])]:
+        torch.testing.assert_close(outputs, 2 * model.layer(x[0]).expand_as(outputs))
+    evaluated = handle.evaluation_model()
+    evaluated.table.fill_(7)
+    for one, value in [*((one, 0.5) for one in handle.models), (evaluated, 7)]:
+        assert one.first.eq(value).all() and one.square.eq(value).all()

@@ -209,3 +209,52 @@ def test_a_mode_of_the_model_of_learner_0(make, change, what):
     for one in handle.models:
         change(one)
     step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("call", [lambda m, x: m.forward(x), lambda m, x: m[2](m[1](m[0](x)))])
+def test_parts_of_the_model_of_learner_0(make, call):
+    """It would train alone. Parts of each model may be called, also by strategies whose average needs a call."""
+    handle, optimizer = trained(make())
+    before = [p.detach().clone() for p in handle.models[0].parameters()]
+    call(handle.models[0], torch.ones(6, 5)).square().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"only the model of learner 0 was called, or parts of it|not averaged: call"
+    ):
+        optimizer.step()
+    assert all(map(torch.equal, before, handle.models[0].parameters()))
+    if isinstance(handle.strategy, ddpcore.LocalSGD):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for one in handle.models:
+                call(one, torch.ones(6, 5)).square().mean().backward()
+            optimizer.step()
+        assert not torch.equal(before[0], handle.models[0][0].weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ddpcore.DPSGD(ddpcore.Ring()),
+        lambda: ddpcore.LocalSGD(2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9)),
+    ],
+)
+@pytest.mark.parametrize("inside", [range(6), (0, 3)])
+def test_steps_and_states_in_inference_mode(make, inside):
+    """They have the bits of steps outside of it; what strategies keep was of a mode in which nothing else may write."""
+    ends = []
+    for is_inside in (True, False):
+        model = nn.Linear(5, 3)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.constant_(model.bias, 0.2)
+        optimizer = ddpcore.optim.FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, make(), learners=L)
+        for step in range(6):
+            optimizer.zero_grad()
+            handle.model(torch.ones(L, 6, 5)).square().mean(dim=(1, 2)).sum().backward()
+            with torch.inference_mode(is_inside and step in inside):
+                if step == 3:
+                    handle.load_state_dict(handle.state_dict())
+                optimizer.step()
+        ends.append([p.detach() for model in handle.models for p in model.parameters()])
+    assert all(map(torch.equal, *ends))

@@ -156,3 +156,10 @@ def test_a_period_of_a_state_that_some_groups_keep():
 def test_bad_periods(options, message):
     with pytest.raises(ValueError, match=message):
         Policies(**options)
+
+
+def test_periods_are_a_copy() -> None:
+    periods = {"exp_avg": 2}
+    policies = Policies(moments=periods)
+    periods["exp_avg"] = 1000
+    assert policies.moments == {"exp_avg": 2}

@@ -352,11 +352,19 @@ def test_masters_come_and_go(make):
 
 
 @every
-def test_a_refused_step_has_not_begun(make):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.ones(1).expand(3), "a parameter overlaps itself in memory: pass a clone of it"),
+        (torch.ones(3).as_strided((2, 2), (1, 1)), "a parameter overlaps itself in memory: pass a clone of it"),
+        (torch.ones(3, dtype=torch.complex64).conj().imag, r"negative bit, .* call resolve_neg\(\)"),
+    ],
+)
+def test_a_refused_step_has_not_begun(make, wrong, message):
     """An error for one parameter is raised before others have changed."""
-    fine, wrong = torch.ones(3, requires_grad=True), torch.ones(1).expand(3).detach().requires_grad_()
+    fine, wrong = torch.ones(3, requires_grad=True), wrong.detach().requires_grad_()
     optimizer = make([fine, wrong])
-    fine.grad, wrong.grad = torch.ones(3), torch.ones(3)
-    with pytest.raises(RuntimeError, match="a parameter overlaps itself in memory: pass a clone of it"):
+    fine.grad, wrong.grad = torch.ones(3), torch.ones_like(wrong)
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert torch.equal(fine, torch.ones(3))

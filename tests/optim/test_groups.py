@@ -319,3 +319,8 @@ def test_the_table_shows_every_parameter():
     named = describe(FusedLAMB(param_groups(nn.Linear(2, 3), 0.1), lr=0.5)).splitlines()
     assert named[1].split() == ["0", "0.1", "0.5", "3x2", "weight"]
     assert describe(FusedLAMB([nn.Parameter(torch.ones(()))], lr=0.5)).splitlines()[1].split()[-2:] == ["scalar", "0"]
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet \(lazy module\): run one forward pass before"):
+        param_groups(nn.Sequential(nn.LazyLinear(3)), 0.1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from ddpcore.optim import schedules
+from ddpcore.optim import FusedSGD, Muon, schedules
 
 
 def torch_rates(
@@ -96,3 +97,17 @@ def test_impossible_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [FusedSGD, Muon])
+def test_groups_that_are_given_one_tensor_have_rates_of_their_own(make: Any) -> None:
+    """Schedulers of torch write into the tensors, so the last group's rate would be that of all."""
+    groups = [{"params": [torch.ones(2, 2, requires_grad=True)]} for _ in range(2)]
+    rate = torch.tensor(0.5)
+    optimizer = make(groups, lr=rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.125]
+    assert optimizer.param_groups[0]["lr"] is rate

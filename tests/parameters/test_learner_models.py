@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import itertools
 import pickle
 import types
 from typing import Any
@@ -385,3 +386,29 @@ def test_a_call_registers_no_module(vectorize: bool) -> None:
     finally:
         hook.remove()
     assert not seen
+
+
+class Slotted:
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+HIDDEN: dict[str, Any] = {
+    "deque": lambda function: collections.deque([function]),
+    "slots": Slotted,
+    "iterator": lambda function: itertools.cycle([function]),
+    "attribute of a list": lambda function: types.SimpleNamespace(kept=Listed([{1: function}])),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_function_that_holds_the_model_is_found_wherever_it_is(kind: str) -> None:
+    """Else all learners would compute with the weights of the first."""
+    model = nn.Linear(4, 2)
+    model.kept = HIDDEN[kind](lambda inputs: inputs * model.weight.mean())
+    with pytest.raises(ValueError, match="kept is or has a function that holds the model itself"):
+        copies_of(model, 2)
+    model.kept = HIDDEN[kind](lambda inputs: 2 * inputs)
+    assert copies_of(model, 2)[1].kept is not model.kept

@@ -214,3 +214,14 @@ def test_json_files_without_a_checksum(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="too many brackets"):
         metrics.read_json(path)
+
+
+def test_keys_that_are_the_same_text_are_refused(tmp_path: Path) -> None:
+    with metrics.JsonLines(tmp_path / "rows.jsonl") as file, pytest.raises(ValueError, match="keys of 1, '1' are"):
+        file.append({"loss": {1: 0.5, "1": 0.25}})
+    assert metrics.read_lines(tmp_path / "rows.jsonl").rows == []
+
+
+def test_an_object_without_entries(tmp_path: Path) -> None:
+    metrics.write_json(tmp_path / "one.json", {})
+    assert metrics.read_json(tmp_path / "one.json") == {}

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import SSGD
+from ddpcore.distributed.alike import compared_options
+from ddpcore.optim import FusedLAMB
 from helpers.connection import connected
 
 
@@ -68,3 +70,36 @@ def test_a_graph_that_was_kept_from_a_backward_pass_that_died_is_refused() -> No
     for one in handle.models:
         assert torch.equal(one[1].bias.grad, torch.full((4,), 3.0))
     optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_one_number_that_changes_on_one_learner_is_found(what: str, dtype: torch.dtype) -> None:
+    """In a compared step: every bit of weights and states is, not a sample of them."""
+    model = nn.Sequential(nn.Linear(5, 101), nn.Linear(101, 3)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = ddpcore.distribute(model, optimizer, SSGD(), learners=2)
+    for step in range(4):
+        if step == 3:
+            weight = handle.models[1][0].weight
+            changed = weight.detach() if what == "weights" else optimizer.state[weight]["momentum_buffer"]
+            changed[37, 3] += 1
+        optimizer.zero_grad()
+        outputs = handle.model(torch.ones(2, 4, 5, dtype=dtype))
+        if step == 3:
+            start = "the weights of" if what == "weights" else "the state of the optimizer for 0.weight on"
+            with pytest.raises(RuntimeError, match=f"{start} learner 1 differ"):
+                outputs.sum().backward()
+        else:
+            outputs.sum().backward()
+            optimizer.step()
+
+
+def test_a_tuple_as_option_is_compared_as_one_option() -> None:
+    """One on a rank alone is named: ``add groups on all alike`` was no cause."""
+    optimizer = FusedLAMB([torch.ones(3, requires_grad=True)], lr=0.1)
+    before = compared_options(optimizer)
+    optimizer.param_groups[0]["trust_clip"] = (0.1, torch.tensor(2.0))
+    after = compared_options(optimizer)
+    assert [name for name, _ in before] == [name for name, _ in after]
+    assert ("trust_clip of group 0", (pytest.approx(0.1), 2.0)) in after
