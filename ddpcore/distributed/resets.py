@@ -1,7 +1,9 @@
 """What a loop does to some virtual learners alone, as ``zero_grad()`` of one model, or to all in place of each."""
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice, repeat
 from operator import is_
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hooks import exclude_from_compilation
 
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
@@ -64,6 +67,11 @@ class ResetWatch:
             self.current = current
             self._begin_pass(parameter)
 
+    def hook(self, noted: dict[int, int]) -> Callable[[Tensor], None]:
+        """A hook of a parameter, called after its gradient came. It notes the version by the id of the parameter."""
+        exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
+        return partial(_note, noted, self)
+
     def _begin_pass(self, first: Tensor | None) -> None:
         flat = self._flat()
         if flat is None or not self._sample:
@@ -88,6 +96,15 @@ class ResetWatch:
                 "does, and other learners' gradients add up: call optimizer.zero_grad(), or zero_grad() of each of "
                 "handle.models"
             )
+
+
+def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:
+    if (current := torch._C._current_graph_task_id()) == resets.whole:
+        return
+    if current != resets.current:
+        resets.note(parameter)
+    if (grad := parameter.grad) is not None:
+        noted[id(parameter)] = grad._version
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:

@@ -5,7 +5,6 @@ Errors name the cause, and come before a step changes any weight. docs/performan
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import attrgetter, is_
 from types import FrameType
 from typing import Any
@@ -73,8 +72,7 @@ class LoopWatch:
             flat.before_gradients = self.resets.note
         if self.resets is not None and not strategy.traits.averages_gradients:
             flat.on_gradients.append(self._note_whole)
-            exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
-            note = partial(_note, self._noted, self.resets)
+            note = self.resets.hook(self._noted)
             for parameter in flat.parameters:
                 parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
@@ -496,12 +494,3 @@ def _sum_of(gradients: Sequence[Tensor | None]) -> Tensor:
     given = [one._values() if one.is_sparse else local(one) for one in gradients if one is not None]
     sums = [row_sums(one.reshape(1, -1)) for one in given]
     return torch.stack(sums).sum() if sums else torch.zeros(())
-
-
-def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:  # after autograd has written .grad
-    if (current := torch._C._current_graph_task_id()) == resets.whole:
-        return
-    if current != resets.current:
-        resets.note(parameter)
-    if (grad := parameter.grad) is not None:
-        noted[id(parameter)] = grad._version
