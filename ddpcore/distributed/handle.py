@@ -127,7 +127,7 @@ class Distributed:
         ``split`` yields the batch as it is.
 
         Tensors are ``[learners, batch, ...]``. Each part has the rows of ``at_once`` learners. None: one; all where
-        ``vmap`` runs the learners.
+        the learners run together.
         """
         yield tensors
 
