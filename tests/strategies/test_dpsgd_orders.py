@@ -295,7 +295,8 @@ def test_combining_first_needs_a_forward_pass() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddpcore.distribute(model, optimizer, DPSGD(Ring(), order=ORDERS[2]), learners=2)
-    model.weight.grad = torch.zeros_like(model.weight)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(RuntimeError, match="combines in the forward pass and there was none"):
         optimizer.step()
 
