@@ -34,7 +34,7 @@ class WeightStep:
         self._members = {id(parameter) for parameter in flat.parameters}
         self._columns: _Columns | None = None
         self._ready: set[int] = set()  # ids of the groups whose states are in the buffers
-        self._held: list[dict[str, Any]] = []  # all states of the optimizer
+        self._held: list[Any] = []  # parameters with states, and these states
         self._states_by_params: dict[tuple[int, ...], list[dict[str, Any]]] = {}  # by ids of parameters
 
     def average(self, average: WeightAverage | None, *, at_once: bool = False) -> None:
@@ -128,7 +128,7 @@ class WeightStep:
     def _states_of(self, params: Sequence[Tensor]) -> list[dict[str, Any]]:
         """The states of parameters. They are looked up again when the optimizer has others, since a lookup is slow."""
         state, key = self._optimizer.state, tuple(map(id, params))
-        held = list(state.values())
+        held = [*state, *state.values()]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             self._held = held
             self._states_by_params.clear()
@@ -221,6 +221,10 @@ class _Columns:
                 buffer_LP = torch.zeros_like(weights_LP, dtype=dtype)
                 views = zip(self._flat.parameters, self._flat.views_of(buffer_LP), strict=True)
                 self.states[name] = buffer_LP, {id(param): (view, view.data_ptr()) for param, view in views}
+        own = {id(view): key for _, views in self.states.values() for key, (view, _) in views.items()}
+        for parameter, state in optimizer.state.items():  # the program may have exchanged states, and views are written
+            moved = [name for name, held in state.items() if own.get(id(held), id(parameter)) != id(parameter)]
+            state.update((name, state[name].clone()) for name in moved)
         fresh: dict[tuple[torch.device, float], Tensor] = {}
         for parameter in group["params"]:
             state = optimizer.state[parameter]

@@ -15,7 +15,11 @@ from ddpcore.parameters.flat import FlatParameters
 
 _version_of = attrgetter("_version")
 ALIGNED = 64  # bytes, at which torch begins the memory of a tensor
-_BY_ELEMENT = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity)
+_BY_ELEMENT = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Identity, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid)
+_SAME_BITS = _BY_ELEMENT[:4]  # others compute the last elements of a tensor with other bits
+
+
+_KINDS: dict[Any, type[nn.Module]] = {kind.forward: kind for kind in (*_BY_ELEMENT, nn.Linear, nn.Flatten)}
 
 
 class Pass:
@@ -29,7 +33,8 @@ class Pass:
     def __init__(self, flat: FlatParameters, rows: range, parameters: Sequence[Tensor], token: Tensor | None) -> None:
         self.flat, self.rows, self.parameters, self.token = flat, rows, parameters, token
         self._task, self._accumulates, self._lent = -1, False, dict[int, Tensor]()
-        self._versions = list(map(_version_of, flat.parameters))
+        self._all, self._num = flat.parameters, len(flat.segments)
+        self._versions = list(map(_version_of, self._all))
 
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to ``.grad``, and needs no graph."""
@@ -38,15 +43,16 @@ class Pass:
             reaches = token is not None and torch._C._will_engine_execute_node(get_gradient_edge(token).node)
             self._accumulates = reaches and not torch.is_grad_enabled()
             if self._accumulates and self.parameters is self.flat.parameters:
-                self._lent = self.flat.lend_grads()
+                self._lent = self.flat.lend_grads(self)
         return self._accumulates
 
-    def check_weights(self, _: Tensor | None = None) -> None:
-        """Let autograd refuse a backward pass after the program has changed weights in place.
+    def check_weights(self, place: int | None = None) -> None:
+        """Let autograd refuse a backward pass after the program has changed weights in place, of one segment or of all.
 
         The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
         """
-        if self._versions != list(map(_version_of, self.flat.parameters)):
+        own = slice(None) if place is None else slice(place, None, self._num)
+        if self._versions[own] != list(map(_version_of, self._all[own])):
             torch.autograd.graph.increment_version(self.flat.param_LP)
 
     def rooms(self, places: Sequence[int | None]) -> Sequence[Tensor | None]:
@@ -68,19 +74,20 @@ def chain_of(models: Sequence[nn.Module], flat: FlatParameters) -> list[Layer] |
     num, layers = len(flat.segments), list[Layer]()
     for modules in zip(*map(_leaves, models), strict=True):
         first = modules[0]
-        if isinstance(first, nn.Linear):
+        kind = _KINDS.get(type(first).forward)
+        if kind is nn.Linear:
             at = (flat.index.get(id(one)) for one in (first.weight, first.bias))
             layers.append(Layer(list(modules), *(None if place is None else place % num for place in at)))
-        elif isinstance(first, (*_BY_ELEMENT, nn.Flatten)):
-            layers.append(Layer(list(modules)))
-        else:
+        elif kind is None:
             return None
+        else:
+            layers.append(Layer(list(modules)))
     return layers
 
 
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, nn.Sequential):
-        for child in module:
+def _leaves(module: Any) -> Iterator[nn.Module]:
+    if type(module).forward is nn.Sequential.forward:
+        for child in module._modules.values():
             yield from _leaves(child)
     else:
         yield module
@@ -88,11 +95,14 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_aligned(inputs_LB: Tensor) -> bool:
     """Whether each learner's part of a result is aligned as a tensor of its own: bits of products depend on it."""
-    return inputs_LB.device.type != "cpu" or inputs_LB.shape[1] * inputs_LB.element_size() % ALIGNED == 0
+    is_full = inputs_LB.shape[1] * inputs_LB.element_size() % ALIGNED == 0
+    return inputs_LB.device.type != "cpu" or (is_full and inputs_LB.is_contiguous())
 
 
-def run_chain(layers: Sequence[Layer], inputs_LB: Tensor, stacks: Sequence[Tensor], one: Pass) -> Tensor:
-    """Run the learners of a pass on ``[L, B, ...]``, with their weights ``[L, *S]`` of each segment."""
+def run_chain(
+    layers: Sequence[Layer], inputs_LB: Tensor, stacks: Sequence[Tensor], one: Pass, *, exact: bool
+) -> Tensor:
+    """Run the learners of a pass, with weights ``[L, *S]``; if ``exact``, activations have each learner's own bits."""
     values, kind = torch._C._functorch.unwrap_if_dead(inputs_LB), inputs_LB.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     for modules, *places in layers:
@@ -111,6 +121,8 @@ def run_chain(layers: Sequence[Layer], inputs_LB: Tensor, stacks: Sequence[Tenso
                 values = torch.stack(_products(values, weight, bias))
         elif isinstance(first, nn.Flatten):
             values = values.flatten(*(dim + (dim >= 0) for dim in (first.start_dim, first.end_dim)))
+        elif exact and not isinstance(first, _SAME_BITS):
+            values = torch.stack([first(values[row]) for row in range(len(values))])
         else:
             values = first(values)
     return values
@@ -132,7 +144,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, one: Pass, places: Sequence[int | None]
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
+        needs_inputs, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(inputs if needs_weight else None, weight if needs_inputs else None)
         ctx.one, ctx.places, ctx.exact = one, places, (True,) * 4
         if inputs.device.type == "cpu" and inputs.shape[2] == weight.shape[2] and inputs.dtype == weight.dtype:
             host = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -143,9 +156,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.one.check_weights()
-        inputs, weight = ctx.saved_tensors
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if needs_inputs and ctx.places[0] is not None:
+            ctx.one.check_weights(ctx.places[0])
+        inputs, weight = ctx.saved_tensors
         of_weight, of_bias = ctx.one.rooms(ctx.places)
         _, is_inputs, is_weight, is_bias = ctx.exact
         return (
@@ -189,6 +203,8 @@ def _exact(
 
     Libraries may add in another order for such shapes, so random numbers are multiplied in both ways, once.
     """
+    if min(fan_in, fan_out) == 1:  # strides of such tensors have no meaning, and choose another way of adding
+        return [False] * 4
     generator = torch.Generator().manual_seed(0)
     sizes = (batch, fan_in), (fan_out, fan_in), (fan_out,), (batch, fan_out)
     draw = {"generator": generator, "dtype": dtype, "device": "cpu"}

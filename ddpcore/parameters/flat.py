@@ -22,6 +22,7 @@ from ddpcore.parameters.shards import Shards, local
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
 MiB = 2**20
+_NOBODY = 0, -1
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 _OF_GRADIENTS = ("grad_LP", "grad_views", "grad_pointers", "_grad_stacks")  # attributes that need the buffer
 _gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
@@ -83,7 +84,7 @@ class FlatParameters:
         sends_gradients: bool = True,
     ) -> None:
         self.on_gradients = []
-        self._lent_to = -1  # autograd's number of the backward pass that writes gradients in grad_LP
+        self._lent_to = _NOBODY  # id of the forward pass whose backward pass, of this number, writes in grad_LP
         self.shards, self._sends_gradients = shards, sends_gradients
         rows = [_unique_trainable(parameters) for parameters in learners]
         for named in rows:
@@ -191,18 +192,18 @@ class FlatParameters:
         start = self.grad_start or self.grad_LP.data_ptr()
         return start <= gradient.data_ptr() < start + self.grad_LP.nbytes
 
-    def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
+    def add_gradients(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None], one: object) -> bool:
         """Add all learners' gradients, ``[L, *S]`` of each segment, to ``grad_LP``, as autograd adds each to ``.grad``.
 
-        ``parameters`` is the attribute of this name, when the graph was made. Returns False if autograd must do it, and
-        nothing has changed: a gradient is missing, a parameter was frozen, or has a hook or a ``.grad`` of its own, or
-        the layout has changed.
+        ``parameters`` is the attribute of this name, when the graph of the forward pass ``one`` was made. Returns False
+        if autograd must do it, and nothing has changed: a gradient is missing, a parameter was frozen, or has a hook or
+        a ``.grad`` of its own, or the layout has changed.
         """
         given = [grad for grad in grads if grad is not None]
         if parameters is not self.parameters or len(given) < len(grads):
             return False
-        is_lent = self._lent_to != -1
-        if is_lent and self._lent_to != torch._C._current_graph_task_id():
+        is_lent = self._is_lent_to(one)
+        if not is_lent and self._lent_to != _NOBODY:
             return False
         gradients = list(map(_gradient_of, parameters))
         is_new = all(map(is_, gradients, repeat(None)))
@@ -212,7 +213,7 @@ class FlatParameters:
             return False
         if self.before_gradients is not None:
             self.before_gradients()
-        self._lent_to = -1
+        self._lent_to = _NOBODY
         pairs = [(stack, grad) for stack, grad in zip(self._grad_stacks, given, strict=True) if grad is not stack]
         if pairs:
             stacks, others = zip(*pairs, strict=True)
@@ -233,29 +234,32 @@ class FlatParameters:
             return False
         return self.has_grads_in_place()
 
-    def lend_grads(self) -> dict[int, Tensor]:
-        """The gradients ``[L, *S]`` by segment, for layers to write once in the backward pass that begins.
+    def lend_grads(self, one: object) -> dict[int, Tensor]:
+        """The gradients ``[L, *S]`` by segment, for layers of a forward pass to write once in its backward pass.
 
         They are lent while no parameter has a gradient and :meth:`add_gradients` would copy the results; else empty.
         """
-        if self._lent_to != -1 or not all(map(is_, map(_gradient_of, self.parameters), repeat(None))):
+        if self._lent_to != _NOBODY or not all(map(is_, map(_gradient_of, self.parameters), repeat(None))):
             return {}
         if not self._may_write(True):
             return {}
-        self._lent_to = torch._C._current_graph_task_id()
+        self._lent_to = id(one), torch._C._current_graph_task_id()
         return dict(enumerate(self._grad_stacks))
 
-    def take_back(self, grads: Sequence[Tensor | None] = ()) -> Sequence[Tensor | None]:
-        """End the loan to this pass, or outside of a pass to one that failed.
+    def _is_lent_to(self, one: object) -> bool:
+        return self._lent_to == (id(one), torch._C._current_graph_task_id())
 
-        Returns these gradients, with memory of their own where they were written in ``grad_LP``.
-        """
-        if (current := torch._C._current_graph_task_id()) not in (-1, self._lent_to):
+    def forget_loan(self) -> None:
+        """Outside of backward passes: one that failed may have some of the gradients."""
+        if torch._C._current_graph_task_id() == -1:
+            self._lent_to = _NOBODY
+
+    def take_back(self, grads: Sequence[Tensor | None], one: object) -> Sequence[Tensor | None]:
+        """End the loan to a pass. Its gradients get memory of their own where they were written in ``grad_LP``."""
+        if not self._is_lent_to(one):
             return grads
-        self._lent_to = -1
-        return [
-            grad.clone() if grad is not None and current != -1 and self._is_inside(grad) else grad for grad in grads
-        ]
+        self._lent_to = _NOBODY
+        return [grad.clone() if grad is not None and self._is_inside(grad) else grad for grad in grads]
 
     def _detach_kept_grads(self, indices: Iterable[int]) -> None:
         """Give a gradient that the program keeps (``kept = p.grad``) memory of its own before the next is written."""

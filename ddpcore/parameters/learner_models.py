@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ddpcore.parameters.chains import Layer, Pass, is_aligned, run_chain
 from ddpcore.parameters.flat import FlatParameters
-from ddpcore.parameters.hooks import exclude_from_compilation, own_hooks, refuse_compiled_autograd
+from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
@@ -119,27 +119,28 @@ class LearnerModels(nn.Module):
                 f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
                 "and dicts, as [learners, batch, ...], or call each of handle.models"
             )
-        in_transform = torch._C._functorch.maybe_current_level() is not None  # of torch.func
+        in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()  # of torch.func
+        in_transform |= torch.autograd.forward_ad._current_level >= 0
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
         if not (self.runs_together() if self._are_together is None else self._are_together):
             return self._in_turn(inputs, named_inputs)
         chain = self._rules.chain
-        if chain is None or not is_one or inputs[0].dim() < 3:
-            return self._together(inputs, named_inputs)
-        if not self._takes_any_batch and not is_aligned(inputs[0]):
+        is_whole = is_one and inputs[0].dim() > 2 and inputs[0].layout == torch.strided
+        if chain is not None and not self._takes_any_batch and not (is_whole and is_aligned(inputs[0])):
             return self._in_turn(inputs, named_inputs)
+        if chain is None or not is_whole:
+            return self._together(inputs, named_inputs)
         return self._run_chain(inputs[0], chain)
 
     def _run_chain(self, inputs_LB: Tensor, chain: Sequence[Layer]) -> Tensor:
         one, stacks = self._begin_pass()
-        return run_chain(chain, inputs_LB, stacks, one)
+        return run_chain(chain, inputs_LB, stacks, one, exact=not self._takes_any_batch and not inputs_LB.is_cuda)
 
     def _begin_pass(self) -> tuple[Pass, Sequence[Tensor]]:
         """A pass of the learners that run, and their weights in an autograd graph, ``[L, *S]`` of each segment."""
         flat, rows = self._flat, self.rows
-        if torch._C._current_graph_task_id() == -1:
-            flat.take_back()  # a backward pass that failed had some of it
+        flat.forget_loan()
         num, parameters = len(flat.segments), flat.parameters
         if len(rows) < flat.num_rows:
             parameters = parameters[rows.start * num : rows.stop * num]
@@ -174,7 +175,7 @@ class LearnerModels(nn.Module):
         with own_hooks():
             for output in outputs:
                 if output.requires_grad:
-                    output.register_hook(one_pass.check_weights)
+                    output.register_hook(lambda _: one_pass.check_weights())
         rest = iter(outputs)
         leaves = [next(rest) if isinstance(value, Tensor) else [value] * len(models) for value in values]
         return tree_unflatten(leaves, structure)
@@ -236,10 +237,10 @@ class _Rows(torch.autograd.Function):
         # create_graph=True needs the graph of each gradient, and is_grads_batched=True passes batches of gradients.
         if torch.is_grad_enabled() or any(g is not None and is_legacy_batchedtensor(g) for g in grads):
             own = [(None,) * rows if grad is None else grad.unbind(0) for grad in grads]
-        elif ctx.one.accumulates() and flat.add_gradients(parameters, grads):
+        elif ctx.one.accumulates() and flat.add_gradients(parameters, grads, ctx.one):
             return (None,) * (2 + len(parameters))
         else:  # each gradient has its own version counter
-            grads = flat.take_back(grads)
+            grads = flat.take_back(grads, ctx.one)
             own = [[None if grad is None else grad[row].data for row in range(rows)] for grad in grads]
         return None, None, *(segment[row] for row in range(rows) for segment in own)
 

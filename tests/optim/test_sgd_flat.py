@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ddpcore
 from ddpcore import ops
 from ddpcore.optim import FusedSGD
 from ddpcore.parameters.flat import FlatParameters
@@ -155,3 +156,26 @@ def test_bound_to_the_rows_of_several_learners(device, missing_of):
             optimizer.step()
     for row, net in zip(rows, nets, strict=True):
         assert_same(row, net)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_states_that_the_program_exchanges(by_key: bool) -> None:
+    """Two parameters get each other's momentum, whether their values or their keys change places."""
+    results = []
+    for distributed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        if distributed:
+            ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=1)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(5, 4)).square().sum().backward()
+            if step == 3:
+                first, second = optimizer.state
+                own, other = optimizer.state.pop(first), optimizer.state.pop(second)
+                pairs = [(second, own), (first, other)] if by_key else [(first, other), (second, own)]
+                optimizer.state.update(pairs)
+            optimizer.step()
+        results.append([weight.detach().clone() for weight in model.parameters()])
+    assert all(map(torch.equal, *results))
