@@ -229,10 +229,14 @@ LOOPS: list[Loop] = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_as_in_turn(name: str, loop: Loop) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_as_in_turn(part: int) -> None:
     """Outputs and gradients are those of models that run in turn, whatever the loop does with autograd."""
+    for name, loop in itertools.product(MODELS, LOOPS[part::4]):
+        compare(name, loop)
+
+
+def compare(name: str, loop: Loop) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().double()
     together, apart = (learners(copy.deepcopy(model), L, how) for how in (None, False))
@@ -245,9 +249,14 @@ def test_as_in_turn(name: str, loop: Loop) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_bits_of_each_learner(seed: int) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_the_bits_of_each_learner(part: int) -> None:
     """Outputs and gradients of any shapes, in float32 and float64, have the bits of models that run in turn."""
+    for seed in range(10 * part, 10 * part + 10):
+        check_bits(seed)
+
+
+def check_bits(seed: int) -> None:
     draw = random.Random(seed)
     num, batch, dtype = (
         draw.choice([2, 3, 5]),
@@ -270,15 +279,13 @@ def test_the_bits_of_each_learner(seed: int) -> None:
     assert all(map(torch.equal, *results)) and len(results[0]) > 1
 
 
-@pytest.mark.parametrize(
-    ("num", "width", "batch", "together"), [(4, 64, 16, True), (4, 64, 6, False), (64, 8, 6, True)]
-)
-def test_batches_that_are_not_aligned(num: int, width: int, batch: int, together: bool) -> None:
+def test_batches_that_are_not_aligned() -> None:
     """They run in turn, because bits of products depend on it; many small models run together in any case."""
-    models = learners(nn.Sequential(nn.Linear(4, width), nn.Tanh()), num, None)
-    assert models.choice == "together: one product a layer for all learners"
-    nodes = str(models(torch.randn(num, batch, 4)).grad_fn)
-    assert ("TanhBackward" in nodes) == together and ("StackBackward" in nodes) == (not together)
+    for num, width, batch, together in [(4, 64, 16, True), (4, 64, 6, False), (64, 8, 6, True)]:
+        models = learners(nn.Sequential(nn.Linear(4, width), nn.Tanh()), num, None)
+        assert models.choice == "together: one product a layer for all learners"
+        nodes = str(models(torch.randn(num, batch, 4)).grad_fn)
+        assert ("TanhBackward" in nodes) == together and ("StackBackward" in nodes) == (not together)
 
 
 class Residual(nn.Sequential):
@@ -305,18 +312,22 @@ class Centered(nn.Identity):
 @pytest.mark.parametrize(
     "layer", [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered()], ids=lambda one: type(one).__name__
 )
-@pytest.mark.parametrize("vectorize", [None, True])
-def test_a_forward_of_its_own_is_called(layer: nn.Module, vectorize: bool | None) -> None:
+def test_a_forward_of_its_own_is_called(layer: nn.Module) -> None:
     """A subclass of a layer of torch is no layer of a chain."""
-    models = learners(nn.Sequential(nn.Linear(4, 4), layer), 16, vectorize)
-    inputs = torch.randn(16, 16, 4)
-    expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
-    torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
+    for vectorize in (None, True):
+        models = learners(nn.Sequential(nn.Linear(4, 4), layer), 16, vectorize)
+        inputs = torch.randn(16, 16, 4)
+        expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
+        torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shift", range(0, 24, 4))
-def test_two_passes_of_threads_in_one_backward_pass(shift: int) -> None:
+def test_two_passes_of_threads_in_one_backward_pass() -> None:
     """Their layers run between each other, and only one of them may write its gradients where they end."""
+    for shift in range(0, 24, 4):
+        check_threads(shift)
+
+
+def check_threads(shift: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) if place % 2 == 0 else nn.Tanh() for place in range(13))).double()
     together, apart = (learners(copy.deepcopy(model), L, how) for how in (None, False))
     batches = [torch.randn(L, 8, 4, dtype=torch.float64), torch.randn(L, 8, 3, 4, dtype=torch.float64)]
@@ -375,24 +386,24 @@ def test_where_batches_of_products_have_other_bits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chains, "_exact", lambda *shape: [False] * 4)
     for name in MODELS:
         for loop in (plain, again, keep_gradients, second_derivatives):
-            test_as_in_turn(name, loop)
+            compare(name, loop)
 
 
-@pytest.mark.parametrize("shape", [(L, 4), (L, B, 4), (L, B, 2, 4), (L, B, 2, 3, 4), (L, 0, 4)])
-def test_inputs_of_any_shape(shape: tuple[int, ...]) -> None:
+def test_inputs_of_any_shape() -> None:
     together, apart = (learners(nn.Sequential(nn.Linear(4, 6), nn.Tanh()).double(), L, how) for how in (True, False))
     apart.load_state_dict(together.state_dict())
-    inputs = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(together(inputs), apart(inputs), rtol=1e-12, atol=1e-14)
+    for shape in [(L, 4), (L, B, 4), (L, B, 2, 4), (L, B, 2, 3, 4), (L, 0, 4)]:
+        inputs = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(together(inputs), apart(inputs), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dims", [(1, -1), (1, 2), (2, -1), (-2, -1)])
-def test_flatten(dims: tuple[int, int]) -> None:
-    together, apart = (learners(nn.Sequential(nn.Flatten(*dims), nn.Linear(24, 2)), L, how) for how in (True, False))
-    shape = (L, B, 4, 6) if dims != (2, -1) else (L, B, 3, 4, 6)
-    inputs = torch.randn(shape)
-    expected = functional_call(apart, dict(together.named_parameters()), inputs)
-    torch.testing.assert_close(together(inputs), expected, rtol=1e-5, atol=1e-6)
+def test_flatten() -> None:
+    for dims in [(1, -1), (1, 2), (2, -1), (-2, -1)]:
+        model = nn.Sequential(nn.Flatten(*dims), nn.Linear(24, 2))
+        together, apart = (learners(copy.deepcopy(model), L, how) for how in (True, False))
+        inputs = torch.randn((L, B, 4, 6) if dims != (2, -1) else (L, B, 3, 4, 6))
+        expected = functional_call(apart, dict(together.named_parameters()), inputs)
+        torch.testing.assert_close(together(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_autocast() -> None:
