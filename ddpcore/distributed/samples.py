@@ -12,9 +12,9 @@ from ddpcore.parameters.shards import local
 class SampleWatch:
     """Notes the numbers of samples, float64 ``[L]``, under which each gradient has come. For ``weights="samples"``.
 
-    A gradient that comes again in the same tensor, or in the flat buffer, was added to the earlier one. So is one where
-    torch never adds in place, but the program has reset the earlier one if it is None at the next forward pass or
-    number. ``name`` is the strategy's; if it ``counts`` no samples, nothing is noted.
+    A gradient that comes again in the same tensor, or in the flat buffer, was added to the earlier one. If torch adds
+    into a new tensor, it counts as added, unless the earlier one was None at the next forward pass or number: then the
+    program has reset it. ``name`` is the strategy's; if it ``counts`` no samples, nothing is noted.
     """
 
     def __init__(self, flat: FlatParameters, name: str, *, counts: bool) -> None:

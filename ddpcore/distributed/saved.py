@@ -417,7 +417,7 @@ class Lent:
 
     @torch.no_grad()  # inference_mode(False) ends the outer one
     def _keep_changes(self) -> None:
-        """Give the learner what the program has changed. To cast or to move the model, also there and back, is none."""
+        """Give the learner what the program has changed. A cast of the model, also there and back, is no change."""
         is_moved = False
         for place, (own, now, given) in enumerate(zip(self._own, self._away, self._given, strict=True)):
             is_parameter = place < self._num_parameters
@@ -446,7 +446,7 @@ def _is_same(now: Tensor, given: Tensor, *, may_be_cast: bool, error: float = 0.
 
 
 def _rounding(given: Tensor | None) -> float:
-    """What a direction may leave that is added and subtracted. In 16 bits a step of training is no larger: 0."""
+    """The error that is left after adding and subtracting a direction. 0 for 16 bits, where a step may be as small."""
     if given is None or given.dtype not in (torch.float32, torch.float64) or not given.numel():
         return 0.0
     return 4 * torch.finfo(given.dtype).eps * float(given.abs().nan_to_num(0, 0).max())

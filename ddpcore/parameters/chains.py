@@ -26,7 +26,7 @@ class Pass:
     """One forward pass of some learners. Its backward pass may write gradients of weights into ``grad_LP``.
 
     Args:
-        rows: of the learners that run, and ``parameters`` those of these, as in ``flat.parameters``.
+        rows: the numbers of the learners that run. ``parameters`` are theirs, in the order of ``flat.parameters``.
         token: the scalar that autograd reaches in ``backward()``, and not in ``autograd.grad()`` or with ``inputs=``.
     """
 

@@ -119,8 +119,8 @@ class LearnerModels(nn.Module):
                 f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
                 "and dicts, as [learners, batch, ...], or call each of handle.models"
             )
-        in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()  # of torch.func
-        in_transform |= torch.autograd.forward_ad._current_level >= 0
+        in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()
+        in_transform |= torch.autograd.forward_ad._current_level >= 0  # all of these see each model's own operations
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
         if not (self.runs_together() if self._are_together is None else self._are_together):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -114,7 +115,8 @@ def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
 def test_each_learner_may_be_reset_before_its_own_pass(make, bias, to_none):
     """Or all of them at once, also of a model of one parameter."""
     model = nn.Linear(5, 3, bias=bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone = copy.deepcopy(model)  # all learners see the same batch, so each trains as a model alone
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, alone))
     handle = ddpcore.distribute(model, optimizer, make(), learners=L)
     for step in range(4):
         if step % 2:
@@ -124,6 +126,12 @@ def test_each_learner_may_be_reset_before_its_own_pass(make, bias, to_none):
                 one.zero_grad(to_none)
             one(torch.ones(6, 5)).square().mean().backward()
         optimizer.step()
+        other.zero_grad()
+        alone(torch.ones(6, 5)).square().mean().backward()
+        other.step()
+    for one in handle.models:
+        for mine, expected in zip(one.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
