@@ -94,6 +94,7 @@ CASES: dict[str, tuple[str, float, int | None]] = {
     "mix_adamw fp32, 1 peer": ("one_pass_kernel<Adamw<float, false, false>, StepMix, 32>", 32, None),
     "mix_lars fp32, 1 peer": ("two_pass_kernel<Lars<float, false, false>, StepMix, 32>", 28, None),
     "mix_lamb fp32, 1 peer": ("two_pass_kernel<Lamb<float, false, false>, StepMix, 32>", 36, None),
+    "average fp32, 2 rows": ("average_kernel<float, 16>", 16, None),
     "norms fp32": ("norms_kernel<float, 128>", 4, None),
     "norms bf16": ("norms_kernel<__nv_bfloat16, 128>", 2, None),
     "noise_sums fp32, 2 rows": ("gram_kernel<float, false, false, GramTable<128, 32>>", 8, 2),

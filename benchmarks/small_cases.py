@@ -76,7 +76,7 @@ def sums(options: argparse.Namespace, dtype: torch.dtype) -> None:
 
 
 def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Averages with no, one and three peers, a stack of learners, and sums of squares."""
+    """Averages with no, one and three peers, of a stack of learners, and of all its rows, and sums of squares."""
     for numel in (1, 4097):
         for num_peers in (0, 1, 3):
             weights = randn((numel,), options, dtype)
@@ -90,6 +90,7 @@ def mixes(options: argparse.Namespace, dtype: torch.dtype) -> None:
             offsets, values = torch.arange(4) * (3 + num_others), torch.full((len(columns),), 1 / (3 + num_others))
             rows = [part.to(options.device) for part in (offsets, columns, values)]
             ops.mix_stacked_(randn((3, numel), options, dtype), others, *rows)
+        ops.average_([randn((6, numel), options, dtype)], 3)
     tensors = [randn(shape, options, dtype) for shape in SIZES]
     ops.segment_norms(tensors)
     ops.total_norm_(tensors, torch.zeros(1 + ops.num_blocks(tensors)).double().to(options.device))

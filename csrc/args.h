@@ -233,6 +233,18 @@ struct StackedMixArgs {
     double* sums;      // [num_learners]: squared distance of each learner before the mix to the mean
 };
 
+// Each `size` consecutive rows <- their mean: added in ascending order in fp32, and divided by size. The sums of the rows
+// before tell whether all their numbers are finite.
+struct AverageArgs {
+    void* const* rows;  // host memory, num_rows pointers of one dtype, which do not overlap
+    int64_t num_rows;   // a multiple of size
+    int64_t size;
+    int64_t numel;  // of a row
+    DType dtype;
+    double* partials;  // scratch [num_blocks, num_rows]
+    double* sums;      // [num_rows]
+};
+
 struct NormSegment {
     const void* data;
     int64_t numel;

@@ -217,6 +217,41 @@ struct StackedMixCall {
     }
 };
 
+struct AverageCall {
+    std::vector<void*> rows;
+    std::optional<Tensor> partials, sums;
+    AverageArgs args{};
+
+    // A tensor is a row [numel], or rows [n, numel] that may be apart.
+    AverageCall(const Tensors& tensors, int64_t size) {
+        STD_TORCH_CHECK(!tensors.empty(), "ddpcore: an average needs at least one row");
+        const Tensor& like = tensors[0];
+        const int64_t numel = like.dim() == 0 ? 1 : like.size(like.dim() - 1);
+        for (const Tensor& tensor : tensors) {
+            const int64_t dim = tensor.dim();
+            STD_TORCH_CHECK(
+                (dim == 1 || dim == 2) && tensor.size(dim - 1) == numel && (numel < 2 || tensor.stride(dim - 1) == 1) &&
+                    tensor.scalar_type() == like.scalar_type() && same_device(tensor, like),
+                "ddpcore: rows must be contiguous, of one length, dtype and device");
+            auto* row = static_cast<char*>(tensor.mutable_data_ptr());
+            const int64_t bytes = dim == 1 ? 0 : tensor.stride(0) * tensor.element_size();
+            for (int64_t i = 0, num = dim == 1 ? 1 : tensor.size(0); i < num; ++i) rows.push_back(row + i * bytes);
+        }
+        const auto num_rows = static_cast<int64_t>(rows.size());
+        STD_TORCH_CHECK(size > 0 && num_rows % size == 0, "ddpcore: size must divide the number of rows, ", num_rows);
+        partials = new_sums(like, {num_blocks_of(numel), num_rows});
+        sums = new_sums(like, {num_rows});
+        args = {
+            rows.data(),
+            num_rows,
+            size,
+            numel,
+            dtype_of(like, "rows"),
+            partials->mutable_data_ptr<double>(),
+            sums->mutable_data_ptr<double>()};
+    }
+};
+
 struct NormCall {
     DenseCopies copies;
     std::vector<NormSegment> segments;

@@ -137,6 +137,13 @@ struct Cpu {
         if (call.distances) cpu::sum_partials(call.args.partials, call.args.sums, num_blocks, call.args.num_learners);
     }
 
+    static void run(const Tensor&, const AverageCall& call) {
+        const AverageArgs& args = call.args;
+        const int64_t num_blocks = num_blocks_of(args.numel);
+        spread(cpu::average_, args, 0, num_blocks, args.numel * args.num_rows);
+        cpu::sum_partials(args.partials, args.sums, num_blocks, args.num_rows);
+    }
+
     static void segment_norms(const Tensor&, const NormCall& call) {
         spread(cpu::segment_norms, call.args, 0, call.args.num_blocks, call.numel);
         for (int64_t i = 0; i < call.args.num_segments; ++i) {

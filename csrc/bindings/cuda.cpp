@@ -75,6 +75,11 @@ struct Cuda {
         launch_on(like, "mix_stacked_", [&](cudaStream_t stream) { return cuda::mix_stacked_(call.args, stream); });
     }
 
+    static void run(const Tensor& like, const AverageCall& call) {
+        check_count(call.args.size, cuda::kMaxAveraged, "average_", "rows of one mean");
+        launch_on(like, "average_", [&](cudaStream_t stream) { return cuda::average_(call.args, stream); });
+    }
+
     static void segment_norms(const Tensor& like, const NormCall& call) {
         launch_on(like, "segment_norms", [&](cudaStream_t stream) { return cuda::segment_norms(call.args, stream); });
     }

@@ -137,6 +137,13 @@ Tensor mix_stacked_(
 }
 
 template <typename Backend>
+Tensor average_(const Tensors& rows, int64_t size) {
+    const AverageCall call(rows, size);
+    Backend::run(rows[0], call);
+    return *call.sums;
+}
+
+template <typename Backend>
 Tensor segment_norms(const Tensors& tensors) {
     NormCall call(tensors);
     const Tensor partials = new_sums(tensors[0], {call.args.num_blocks});
@@ -175,6 +182,7 @@ void register_operators(torch::stable::detail::StableLibrary& library) {
     library.impl("lamb_step_", TORCH_BOX(&lamb_step_<Backend>));
     library.impl("mix_", TORCH_BOX(&mix_<Backend>));
     library.impl("mix_stacked_", TORCH_BOX(&mix_stacked_<Backend>));
+    library.impl("average_", TORCH_BOX(&average_<Backend>));
     library.impl("segment_norms", TORCH_BOX(&segment_norms<Backend>));
     library.impl("total_norm_", TORCH_BOX(&total_norm_<Backend>));
     library.impl("noise_sums", TORCH_BOX(&noise_sums<Backend>));

@@ -12,6 +12,7 @@ DDPCORE_ONE_PASS_STEPS(DDPCORE_DECLARE)
 #undef DDPCORE_DECLARE
 void mix_(const MixArgs& args, int64_t begin_block, int64_t end_block);
 void mix_stacked_(const StackedMixArgs& args, int64_t begin_block, int64_t end_block);
+void average_(const AverageArgs& args, int64_t begin_block, int64_t end_block);
 void segment_norms(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void total_norm_(const NormArgs& args, int64_t begin_block, int64_t end_block);
 void noise_sums(const GramArgs& args, int64_t begin_block, int64_t end_block);

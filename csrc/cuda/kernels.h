@@ -17,6 +17,7 @@ inline constexpr int64_t kMaxPeers = 1024;     // of one mix, or rows of others;
 inline constexpr int64_t kMaxStepPeers = 8;    // of one mix in a step
 inline constexpr int64_t kMaxLearners = 1024;  // of one stacked mix; more: cudaErrorInvalidValue
 inline constexpr int64_t kMaxRows = 256;       // of one noise_sums; more: cudaErrorInvalidValue
+inline constexpr int64_t kMaxAveraged = 1024;  // rows of one mean of average_; more: cudaErrorInvalidValue
 
 // With a mix: at most kMaxStepPeers peers and no masters, else cudaErrorInvalidValue.
 #define DDPCORE_DECLARE(name, Args) cudaError_t name(const Args& args, cudaStream_t stream);
@@ -28,6 +29,7 @@ cudaError_t lamb_step_(const LambArgs& args, cudaStream_t stream);
 
 cudaError_t mix_(const MixArgs& args, cudaStream_t stream);
 cudaError_t mix_stacked_(const StackedMixArgs& args, cudaStream_t stream);
+cudaError_t average_(const AverageArgs& args, cudaStream_t stream);
 cudaError_t segment_norms(const NormArgs& args, cudaStream_t stream);
 cudaError_t total_norm_(const NormArgs& args, cudaStream_t stream);
 cudaError_t noise_sums(const GramArgs& args, cudaStream_t stream);

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from ddpcore.comm.groups import Fact, check_has_average
 from ddpcore.comm.membership import Change, Membership
-from ddpcore.comm.reductions import average_pair_, chunk_of
-from ddpcore.ops import Mixture, RowMixtures, WeightAverage
+from ddpcore.comm.reductions import average_bytes, average_pair_, chunk_of
+from ddpcore.ops import Mixture, RowMixtures, WeightAverage, average_
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
 from ddpcore.topology.wrapped import WithinGroups
@@ -311,9 +311,12 @@ class Communicator(ABC):
         """Prepare averages in groups of a size that divides n. Collective. ValueError: the connection has no groups."""
         raise ValueError(f"{self.description}: learners cannot average in groups of {size}: leave group out")
 
-    def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
-        """As :meth:`average_`, of virtual learners: the values of ``columns`` lie in pieces, lists of rows."""
-        raise NotImplementedError(f"{self.description}: gradients are averaged in the flat buffer")
+    def average_pieces_(
+        self, columns: Tensor, pieces: Iterable[tuple[int, Sequence[Tensor]]], size: int
+    ) -> dict[int, Tensor]:
+        """Average virtual learners' columns, which lie in pieces, by their first one. Returns the sums of rows before."""
+        self.bytes_sent += average_bytes(columns[0], size)
+        return {begin: average_(rows, size) for begin, rows in pieces}
 
     @abstractmethod
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:

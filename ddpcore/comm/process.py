@@ -16,10 +16,10 @@ from typing_extensions import override
 from ddpcore.comm import groups
 from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
 from ddpcore.comm.groups import Call, at, check_has_average, meet, size_of
-from ddpcore.comm.reductions import all_reduce_bytes, average_blocks_, average_bytes, is_gathered, sum_of
+from ddpcore.comm.reductions import all_reduce_bytes, average_bytes, is_gathered, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.virtual import csr_of
-from ddpcore.ops import StackedMixture, WeightAverage
+from ddpcore.ops import StackedMixture, WeightAverage, average_
 from ddpcore.ops.library import is_narrow
 from ddpcore.runtime.launch import end_with_torchrun
 from ddpcore.topology.base import Topology
@@ -160,7 +160,7 @@ class ProcessGroupCommunicator(Communicator):
         if (num := size or self.num_learners) == 1:
             return Work()
         if num < self.num_learners and self.num_rows % num == 0:  # within a rank nothing is sent
-            average_blocks_(rows, num)
+            average_([rows], num)
             return Work()
         everyone = self._channel(rows), range(self.num_ranks), ""
         group, ranks, whose = everyone if num == self.num_learners else self._groups[num]

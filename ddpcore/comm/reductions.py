@@ -1,4 +1,4 @@
-"""Sums and means of rows, in a fixed dtype and order and by pieces that stay in cache, and the bytes that they send."""
+"""Sums and means of rows, in a fixed dtype and order, and the bytes that they send."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,6 @@ from torch import Tensor
 from ddpcore import ops
 from ddpcore.ops.library import is_narrow, wide
 
-COLUMNS = 2**20  # rows of one process are averaged so many at a time; the sum of all takes the memory of a learner
 CHUNK = 2**15  # elements that a CPU adds at a time: 128 KiB in fp32, which stay in cache until they are written
 _ALIGNMENT = 64  # elements: the shares of two ranks have no cache line in common
 
@@ -19,24 +18,6 @@ def sum_of(rows: Sequence[Tensor] | Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
-
-
-def average_rows_(rows: Sequence[Tensor]) -> None:
-    """Overwrite each row with the mean of all, added in ascending order. The first may hold the sum meanwhile."""
-    total = rows[0].to(wide(rows[0].dtype))  # the first row itself, except for 16 bits
-    for row in rows[1:]:
-        total += row
-    total.div_(len(rows))
-    for row in rows:
-        if row is not total:
-            row.copy_(total)
-
-
-def average_blocks_(rows: Tensor, size: int) -> None:
-    """Overwrite each block of ``size`` consecutive rows ``[L, x]`` with its mean, added in ascending order."""
-    for block in rows.split(size):
-        for columns in block.split(min(COLUMNS, chunk_of(block[0])), dim=1):
-            columns.copy_(sum_of(columns).div_(size))
 
 
 def chunk_of(row: Tensor) -> int:
@@ -52,10 +33,8 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     """
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
-    chunk = chunk_of(own)
-    for first in range(begin, end, chunk):
-        last = min(first + chunk, end)
-        mine, theirs = own[first:last], partner[first:last]
+    parts = (row[begin:end].split(chunk_of(row)) for row in (own, partner))
+    for mine, theirs in zip(*parts, strict=True):
         average_pair_(mine, theirs)
         theirs.copy_(mine)
 
@@ -72,11 +51,8 @@ def average_pair_(own: Tensor, other: Tensor) -> None:
 def average_share_(columns: Sequence[Tensor], rank: int) -> None:
     """Overwrite share ``rank`` of n rows of one shape with the mean of the rows, added in ascending order."""
     num_rows, numel = len(columns), len(columns[0])
-    bounds = [min(numel, -(-numel * share // num_rows // _ALIGNMENT) * _ALIGNMENT) for share in (rank, rank + 1)]
-    begin, end = bounds[0], numel if rank == num_rows - 1 else bounds[1]
-    chunk = chunk_of(columns[0])
-    for first in range(begin, end, chunk):
-        average_rows_([row[first : min(first + chunk, end)] for row in columns])
+    begin, end = (min(numel, -(-numel * one // num_rows // _ALIGNMENT) * _ALIGNMENT) for one in (rank, rank + 1))
+    ops.average_([row[begin:end] for row in columns], num_rows)
 
 
 # gloo's all-reduce goes around the ring of ranks twice, an all-gather once. For small messages the number of rounds

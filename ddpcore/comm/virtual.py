@@ -10,8 +10,8 @@ from typing_extensions import override
 from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.groups import check_has_average
 from ddpcore.comm.membership import NUM_TO_JOIN, Change, Membership
-from ddpcore.comm.reductions import COLUMNS, average_blocks_, average_bytes, average_rows_, sum_of
-from ddpcore.ops import StackedMixture, WeightAverage
+from ddpcore.comm.reductions import average_bytes, sum_of
+from ddpcore.ops import StackedMixture, WeightAverage, average_
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import MixingMatrix, Round, mixing_matrix
 
@@ -46,15 +46,8 @@ class VirtualCommunicator(Communicator):
         check_has_average(rows)
         if (size := size or self.num_learners) > 1:
             self.bytes_sent += average_bytes(rows[0], size)
-            average_blocks_(rows, size)
+            average_([rows], size)
         return Work()
-
-    @override
-    def average_pieces_(self, columns: Tensor, pieces: Iterable[Sequence[Tensor]], size: int) -> None:
-        self.bytes_sent += average_bytes(columns[0], size)
-        for rows in pieces:
-            for first in range(0, len(rows), size):
-                average_rows_(rows[first : first + size])
 
     @override
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
@@ -167,8 +160,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         check_has_average(rows)
         self._begin(step)
         self.bytes_sent += (self.num_learners - 1) * rows[0].nbytes
-        for columns in rows.split(COLUMNS, dim=1):
-            columns.copy_(sum_of([columns[row] for row in self.membership.members]).div_(self.num_learners))
+        rows.copy_(sum_of([rows[row] for row in self.membership.members]).div_(self.num_learners))
         return Work()
 
     @override

@@ -1,5 +1,6 @@
 """Whether learners that must be equal are equal: the options and states of their optimizers, and their weights."""
 
+from collections import defaultdict
 from operator import is_
 from typing import Any, NoReturn
 from zlib import crc32
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.optim.checks import is_capturing
-from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -35,8 +36,8 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     weights = flat.param_LP.detach().view(torch.int64).sum(dim=1) + samples  # rows are multiples of 16 numbers
     states = _sums_of_states(learner).sum(dim=1)
     membership = learner.comm.membership
-    has_joined = membership is not None and any(change.joined for change in membership.changes)
-    apart = is_apart or has_joined  # a learner that joins has a momentum of its own
+    # A learner that joins has a momentum of its own.
+    apart = is_apart or (membership is not None and any(change.joined for change in membership.changes))
     facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.int64, device=bits.device)
     own = torch.cat([torch.stack([weights, states], dim=1), facts.repeat(len(bits), 1)], dim=1)
     everyone = learner.comm.gather(own, step).cpu()
@@ -114,26 +115,34 @@ def check_divided(learner: Learner) -> None:
 
 def _sum_of_numbers(numbers: Tensor) -> Tensor:
     """The bits of all numbers as integers, added: the same in any order. They overflow, because that is fast."""
-    part = local(numbers).detach()
-    integer = _INTEGERS[part.element_size()]
-    return part.view(integer).sum(dtype=integer).to(torch.int64)
+    return _row_sums(local(numbers).detach()[None])[0]
+
+
+def _row_sums(rows: Tensor) -> Tensor:
+    """The same for each row."""
+    integer = _INTEGERS[rows.element_size()]
+    return rows.flatten(1).view(integer).sum(dim=1, dtype=integer).to(torch.int64)
 
 
 def _sums_of_states(learner: Learner) -> Tensor:
     """``[L, parameters]``: for each parameter the bits of its states of its shape."""
-    flat, states = learner.flat, learner.optimizer.state
-    zero = torch.zeros((), dtype=torch.int64, device=flat.param_LP.device)
-    sums = []
-    for parameter in flat.parameters:
-        shape, device = parameter.shape, parameter.device
-        own = [
-            _sum_of_numbers(value)
-            for key, value in states.get(parameter, {}).items()
-            if key != "step" and isinstance(value, Tensor) and value.shape == shape and value.device == device
-            if type(local(value)) is Tensor and not value.is_sparse
-        ]
-        sums.append(sum(own, zero))
-    return torch.stack(sums).view(flat.num_rows, -1)
+    flat, states, device = learner.flat, learner.optimizer.state, learner.flat.param_LP.device
+    sums = torch.zeros(len(flat.parameters), dtype=torch.int64, device=device)
+    small: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)  # with their indices, by what is added in one call
+    for index, parameter in enumerate(flat.parameters):
+        for key, value in states.get(parameter, {}).items():
+            if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape or value.is_sparse:
+                continue
+            if value.device != parameter.device or type(own := local(value).detach()) is not Tensor:
+                continue
+            if own.numel() < LARGE:
+                small[own.dtype, own.shape].append((index, own))
+            else:
+                sums[index] += _sum_of_numbers(own)
+    for pairs in small.values():
+        indices, values = zip(*pairs, strict=True)
+        sums.index_add_(0, torch.tensor(indices, device=device), _row_sums(torch.stack(values)))
+    return sums.view(flat.num_rows, -1)
 
 
 def compared_options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

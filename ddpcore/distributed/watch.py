@@ -59,6 +59,7 @@ class LoopWatch:
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
         self._noted: dict[int, int] = {}  # versions of gradients after a virtual learner's last pass, by parameter id
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
+        self._traits = strategy.traits  # read once, because each read makes them anew
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
         self._norms: list[Tensor] = []  # see check_norms
         self.found: list[NonFinite] = []
@@ -70,7 +71,7 @@ class LoopWatch:
             exclude_from_compilation(ResetWatch, "note", "_end_pass", recursive=False)  # a compiled loop runs them, too
             exclude_from_compilation(LoopWatch, "_note_whole", "_note_all", recursive=False)
             flat.before_gradients = self.resets.note
-        if self.resets is not None and not strategy.traits.averages_gradients:
+        if self.resets is not None and not self._traits.averages_gradients:
             flat.on_gradients.append(self._note_whole)
             note = self.resets.hook(self._noted)
             for parameter in flat.parameters:
@@ -203,14 +204,9 @@ class LoopWatch:
 
     # ---- gradients ----
 
-    def note_message(self, columns: Tensor) -> None:
-        """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
-        self._sums[int(columns.storage_offset())] = row_sums(columns)
-
-    def note_piece(self, begin: int, rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Do the same for rows that begin at a column and may lie anywhere, and return them."""
-        self._sums[begin] = torch.stack([row_sums(row[None]) for row in rows]).squeeze(1)
-        return rows
+    def note_sums(self, sums: dict[int, Tensor]) -> None:
+        """Take sums ``[L]`` of gradients before their average, by their first column. A later pass replaces them."""
+        self._sums |= sums
 
     def begin_pause(self) -> None:
         """At the start of ``no_sync``, which asks for no average."""
@@ -225,7 +221,7 @@ class LoopWatch:
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
-        if not self.has_average and self._strategy.traits.stays_identical:
+        if not self.has_average and self._traits.stays_identical:
             check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
@@ -304,7 +300,7 @@ class LoopWatch:
         Collective if averages of all learners are not finite. Gradients of a ``closure`` do not exist yet.
         """
         strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
-        if closure is not None and not strategy.traits.takes_closure:
+        if closure is not None and not self._traits.takes_closure:
             raise RuntimeError(
                 f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
                 "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
@@ -321,7 +317,7 @@ class LoopWatch:
                 "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
                 "learner's alone: put no_sync() around the first passes of a step, not around the last one"
             )
-        if strategy.traits.acts_in_forward and not self.num_passes and closure is None:
+        if self._traits.acts_in_forward and not self.num_passes and closure is None:
             raise RuntimeError(
                 f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
                 "model.forward or a part of it"
@@ -352,7 +348,7 @@ class LoopWatch:
         """At the end of a step, whose averaged gradients a later step may use again."""
         if self.resets is not None:
             self.resets.begin_step()
-        if self._strategy.traits.averages_gradients:
+        if self._traits.averages_gradients:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
             self._stepped = list(map(_version_of, self._averages()))
 

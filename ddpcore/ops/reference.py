@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpcore.ops.library import wide
 from ddpcore.ops.random import add_noise, memory_order, round_to_bf16, words
 
 BLOCK = 4096  # kBlock of csrc/args.h
@@ -417,6 +418,18 @@ def mix_stacked_(
         row.copy_(sum(terms[1:], start=terms[0]) if terms else torch.zeros_like(mean))
     found = [square_sum(row - mean) for row in old] if distances else []
     return torch.stack(found) if found else weights.new_empty((0,), dtype=torch.float64)
+
+
+def average_(rows: Sequence[Tensor], size: int) -> Tensor:
+    """Reference implementation of :func:`ddpcore.ops.average_`."""
+    each = [row for one in rows for row in (one if one.dim() > 1 else [one])]
+    sums = torch.stack([row.sum(dtype=wide(row.dtype)).abs().double() for row in each])
+    for block in (each[first : first + size] for first in range(0, len(each), size)):
+        total = block[0].to(wide(block[0].dtype))  # the first row itself, except for 16 bits
+        for row in block[1:]:
+            total += row
+        torch._foreach_copy_(block, [total.div_(size)] * size)
+    return sums
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums of squares of the tensors of a list, and inner products of a few long rows, the input of noise statistics."""
+"""Means of rows, sums of squares of the tensors of a list, and inner products of rows, which noise statistics take."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops import reference
-from ddpcore.ops.library import define, no_result
+from ddpcore.ops.library import KERNEL_DTYPES, define, no_result
 
+_average = define(
+    "average_(Tensor(a!)[] rows, int size) -> Tensor",
+    reference.average_,
+    lambda rows, size: rows[0].new_empty((sum(len(one) if one.dim() > 1 else 1 for one in rows),), dtype=torch.float64),
+)
 _segment_norms = define(
     "segment_norms(Tensor[] tensors) -> Tensor",
     reference.segment_norms,
@@ -19,6 +24,23 @@ _noise_sums = define(
     reference.noise_sums,
     lambda rows, bounds, origin: rows[0].new_empty((len(bounds) - 1, len(rows), len(rows)), dtype=torch.float64),
 )
+
+
+@torch.no_grad()
+def average_(rows: Sequence[Tensor], size: int) -> Tensor:
+    """Overwrite each ``size`` consecutive rows with their mean: added in ascending order, then divided, in one pass.
+
+    Returns the sum of each row before, float64 ``[number of rows]``: not finite if a number of the row is not. 16 bits
+    are added in float32. Dtypes without a kernel, and means of more than 1024 rows on CUDA, take the reference.
+
+    Args:
+        rows: tensors ``[P]``, one row, or ``[n, P]``, n rows, which may be apart. All are contiguous, of one dtype and
+            device, and do not overlap. Else RuntimeError, as for a size that does not divide their number.
+        size: rows of a mean.
+    """
+    has_kernel = rows[0].dtype in KERNEL_DTYPES and not (rows[0].is_cuda and size > 1024)
+    torch.autograd.graph.increment_version(rows)
+    return (_average if has_kernel else reference.average_)(rows, size)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -54,11 +76,11 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
     the product of the largest values.
 
     Args:
-        rows: at least one, contiguous ``[P]``; float32, bfloat16 or float16 of one dtype and device.
+        rows: at least one, contiguous ``[P]``, of one dtype and device; for float64 the reference runs.
         bounds: ascending from 0 to P: segment s has the columns from ``bounds[s]`` to ``bounds[s + 1]``.
         origin: o, with the shape and dtype of a row; None is zero.
 
     Returns float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment. RuntimeError: rows or
     bounds are invalid. On CUDA a call takes up to 256 rows.
     """
-    return _noise_sums(rows, bounds, origin)
+    return (_noise_sums if rows[0].dtype in KERNEL_DTYPES else reference.noise_sums)(rows, bounds, origin)

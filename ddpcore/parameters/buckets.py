@@ -10,9 +10,8 @@ from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, node_hooks, num_hooks, refuse_compiled_autograd, weakly
 from ddpcore.parameters.shards import local
 
-PIECE = 2**19  # elements of all rows together that a CPU averages at a time: they stay in cache
 Pieces = Iterator[tuple[int, Sequence[Tensor]]]
-"""The columns of a message in parts: each has the number of its first column, and a row ``[n]`` for each learner."""
+"""The columns of a message in parts: each has the number of its first column, and rows as ``ops.average_`` takes."""
 
 
 def messages(flat: FlatParameters) -> list[tuple[int, int]]:
@@ -47,8 +46,8 @@ class GradientBuckets:
     ``paused`` is true, gradients accumulate locally. Hooks have a weak reference: the caller must keep this object.
 
     Args:
-        on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`. If some of
-            these gradients lie elsewhere, it also gets all of them, as :data:`Pieces`.
+        on_message: gets columns ``[L, n]`` of ``flat.grad_LP``, one or more buckets: see :func:`messages`. With
+            ``in_place`` it also gets the gradients where they lie, as :data:`Pieces`.
         on_end: gets the indices of the segments in the order of their gradients. With several learners a segment is
             complete when every learner has its gradient.
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
@@ -229,7 +228,8 @@ class GradientBuckets:
     def _send_next(self) -> None:
         begin, end = self.messages[self._num_sent]
         self._num_sent += 1
-        self._on_message(self.flat.grad_LP[:, begin:end], *([self._pieces(begin, end)] if self._own else []))
+        pieces = [self._pieces(begin, end)] if self.waits and self._in_place() else []
+        self._on_message(self.flat.grad_LP[:, begin:end], *pieces)
 
     def _own_grads(self) -> dict[int, Tensor]:
         """The large gradients that may be averaged where they lie, because nothing else holds their memory."""
@@ -242,14 +242,12 @@ class GradientBuckets:
     def _pieces(self, begin: int, end: int) -> Pieces:
         flat, own, num = self.flat, self._own, len(self.flat.segments)
         outside = {index % num for index in own}
-        chunk = max(LARGE // 4, PIECE // flat.num_rows) if flat.grad_LP.device.type == "cpu" else flat.numel
         ranges = [(place, s.offset, s.offset + s.numel) for place, s in enumerate(flat.segments) if place in outside]
         for segment, start, stop in [*ranges, (num, end, end)]:
             first, last = (max(begin, min(bound, end)) for bound in (start, stop))
-            for at in range(begin, first, chunk):
-                yield at, list(flat.grad_LP[:, at : min(at + chunk, first)])
-            for at in range(first, last, chunk):
-                to = min(at + chunk, last)
-                pairs = zip(range(segment, num * flat.num_rows, num), flat.grad_LP[:, at:to], strict=True)
-                yield at, [own[place][at - start : to - start] if place in own else row for place, row in pairs]
+            if begin < first:
+                yield begin, [flat.grad_LP[:, begin:first]]
+            if first < last:
+                pairs = zip(range(segment, num * flat.num_rows, num), flat.grad_LP[:, first:last], strict=True)
+                yield first, [own[place][first - start : last - start] if place in own else row for place, row in pairs]
             begin = last

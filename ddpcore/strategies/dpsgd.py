@@ -96,10 +96,6 @@ class _NarrowAverage(WeightAverage):
         self.strategy._remainder_LP = wide_LP - weights_LP.float()
 
 
-def _widened(decode: Decode | None, source: int, row: Tensor) -> Tensor:
-    return (row if decode is None else decode(source, row)).float()
-
-
 class DPSGD(GradientAverages):
     r"""Decentralized parallel SGD: learners average with their neighbours, in one of three orders.
 
@@ -311,8 +307,9 @@ class DPSGD(GradientAverages):
         factor = 0.5 if self.staleness else 1.0
         factor *= 1.0 if self.compression is None else self.compression.consensus_step
         if is_narrow(weights_LP.dtype):
-            published = weights_LP if published is None else published
-            return _NarrowAverage(exchange.correction(published.float(), factor, partial(_widened, decode)), self)
+            wide_LP = (weights_LP if published is None else published).float()
+            read: Decode = (lambda _, row: row.float()) if decode is None else lambda *one: decode(*one).float()
+            return _NarrowAverage(exchange.correction(wide_LP, factor, read), self)
         return exchange.mixture() if published is None else exchange.correction(published, factor, decode)
 
     @override

@@ -3,7 +3,9 @@
 Shapes: n learners in all, L held by this process.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,9 +43,8 @@ def counts_of(num: Any, rows: int) -> Tensor:
     """What a loop sets as samples, one number for all rows or one for each, as float64 ``[rows]``; NaN for None."""
     counts = [*num] if hasattr(num, "__len__") and getattr(num, "ndim", True) else [num] * rows
     counts = counts if len(counts) == rows else [None] * rows
-    return torch.tensor(
-        [float("nan") if one is None else float(one) for one in counts], dtype=torch.float64, device="cpu"
-    )
+    numbers = [math.nan if one is None else float(one) for one in counts]
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | None, size: int = 0) -> Tensor | None:
@@ -168,6 +169,7 @@ class SSGD(GradientAverages):
     """
 
     name: ClassVar[str] = "ssgd"
+    _unweighted = Traits(averages_gradients=True, stays_identical=True)
 
     def __init__(self, weights: Weights = None) -> None:
         super().__init__(weights=weights)
@@ -175,7 +177,7 @@ class SSGD(GradientAverages):
     @property
     @override
     def traits(self) -> Traits:
-        return Traits(averages_gradients=True, stays_identical=True, weights=self.weights)
+        return self._unweighted if self.weights is None else replace(self._unweighted, weights=self.weights)
 
     def __repr__(self) -> str:
         return f"SSGD({'' if self.weights is None else f'weights={self.weights!r}'})"

@@ -117,9 +117,8 @@ class Torus2D(Static):
 
     def translations(self, num_learners: int) -> tuple[int, int]:
         """(Rows, columns)."""
-        num_rows = self.num_rows or next(
-            divisor for divisor in range(math.isqrt(num_learners), 0, -1) if num_learners % divisor == 0
-        )
+        divisors = (one for one in range(math.isqrt(num_learners), 0, -1) if num_learners % one == 0)
+        num_rows = self.num_rows or next(divisors)
         num_columns, rest = divmod(num_learners, num_rows)
         if rest or (min(num_rows, num_columns) == 1 and num_learners > 1):
             rows = f"{self.num_rows} rows" if self.num_rows else "rows"

@@ -60,14 +60,6 @@ def test_averages_of_16_bits_are_rounded_once(n: int, dtype: torch.dtype) -> Non
     assert (error <= 0.5 * torch.finfo(dtype).eps * mean.abs() + n * 2.0**-24 * rows_of(n).abs().max()).all()
 
 
-def test_an_average_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, parts = rows_of(3), rows_of(3)
-    VirtualCommunicator(3).average_(whole).wait()
-    monkeypatch.setattr(reductions, "COLUMNS", 10)
-    VirtualCommunicator(3).average_(parts).wait()
-    assert torch.equal(whole, parts)
-
-
 def test_broadcast_and_gather() -> None:
     comm, rows = VirtualCommunicator(3), rows_of(3)
     first = rows[0].clone()

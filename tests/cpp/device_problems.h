@@ -32,6 +32,27 @@ struct DeviceMix {
 
 // The same of a StackedProblem.
 template <typename T>
+struct DeviceAverage {
+    DeviceAverage(AverageProblem<T>& host, int64_t offset)
+        : args(host.args()),
+          partials(host.num_blocks() * args.num_rows),
+          sums(args.num_rows) {
+        for (const auto& row : host.rows) {
+            rows.push_back(std::make_unique<DeviceBuffer<T>>(*row, offset));
+            pointers.push_back(rows.back()->data());
+        }
+        args.rows = pointers.data();
+        args.partials = partials.data();
+        args.sums = sums.data();
+    }
+
+    AverageArgs args;
+    std::vector<std::unique_ptr<DeviceBuffer<T>>> rows;
+    std::vector<void*> pointers;
+    DeviceBuffer<double> partials, sums;
+};
+
+template <typename T>
 struct DeviceStacked {
     DeviceStacked(StackedProblem<T>& host, int64_t offset)
         : args(host.args()),

@@ -56,6 +56,30 @@ inline Noise some_noise(int64_t first) {
 }
 
 // A stack of learners, rows held elsewhere, and the matrix [num_learners, num_learners + num_others] that mixes them.
+// Rows of their own memory, each at an offset.
+template <typename T>
+struct AverageProblem {
+    AverageProblem(int64_t num_rows, int64_t size_, int64_t numel_, int64_t offset) : size(size_), numel(numel_) {
+        for (int64_t k = 0; k < num_rows; ++k) {
+            rows.push_back(std::make_unique<Buffer<T>>(numel, offset));
+            rows.back()->randomize(static_cast<uint32_t>(7 + k));
+            pointers.push_back(rows.back()->data());
+        }
+        partials.assign(static_cast<size_t>(num_blocks() * num_rows), NAN);
+    }
+
+    int64_t num_blocks() const { return num_blocks_of(numel); }
+    AverageArgs args() {
+        const auto num_rows = static_cast<int64_t>(rows.size());
+        return {pointers.data(), num_rows, size, numel, dtype_of<T>(), partials.data(), nullptr};
+    }
+
+    int64_t size, numel;
+    std::vector<std::unique_ptr<Buffer<T>>> rows;
+    std::vector<void*> pointers;
+    std::vector<double> partials;
+};
+
 template <typename T>
 struct StackedProblem {
     StackedProblem(int64_t num_learners_, int64_t numel_, int64_t offset, int64_t num_others = 0)

@@ -132,6 +132,40 @@ TYPED_TEST(CudaTest, MixStacked) {
     ASSERT_NO_FATAL_FAILURE(expect_cpu_stacked<TypeParam>(kManyLearners, kElementsOfManyLearners, 0, sums));
 }
 
+// ---- average_ ----
+
+TYPED_TEST(CudaTest, Average) {
+    for (const int64_t numel : kDeviceSizes) {
+        for (const auto& [num_rows, size] : {std::pair{1, 1}, {2, 2}, {6, 3}, {16, 16}, {17, 17}, {40, 5}}) {
+            if (num_rows * numel > kMostStacked) continue;
+            for (const int64_t offset : {0, 1}) {
+                SCOPED_TRACE(::testing::Message() << num_rows << " rows of " << numel << ", means of " << size);
+                AverageProblem<TypeParam> host(num_rows, size, numel, 0);
+                const DeviceAverage<TypeParam> device(host, offset);
+                ASSERT_CUDA(cuda::average_(device.args, nullptr));
+                cpu::average_(host.args(), 0, host.num_blocks());
+                for (size_t k = 0; k < host.rows.size(); ++k) ASSERT_TRUE(device.rows[k]->same_bits(*host.rows[k]));
+                const std::vector<double> sums = device.sums.download(), expected = summed(host.partials, num_rows);
+                for (size_t k = 0; k < sums.size(); ++k) ASSERT_NEAR(sums[k], expected[k], 1e-5 * double(numel));
+            }
+        }
+    }
+}
+
+// More rows than a launch takes, and more than a mean may have.
+TYPED_TEST(CudaTest, AverageOfManyRows) {
+    for (const auto& [num_rows, size] : {std::pair{cuda::kMaxAveraged, cuda::kMaxAveraged}, {2100L, 700L}}) {
+        AverageProblem<TypeParam> host(num_rows, size, 19, 0);
+        const DeviceAverage<TypeParam> device(host, 0);
+        ASSERT_CUDA(cuda::average_(device.args, nullptr));
+        cpu::average_(host.args(), 0, 1);
+        for (size_t k = 0; k < host.rows.size(); ++k) ASSERT_TRUE(device.rows[k]->same_bits(*host.rows[k]));
+    }
+    AverageArgs many{};
+    many.num_rows = many.size = cuda::kMaxAveraged + 1;
+    ASSERT_EQ(cuda::average_(many, nullptr), cudaErrorInvalidValue);
+}
+
 // ---- segment_norms and total_norm_ ----
 
 // After the norms of the host are formed.

@@ -1,0 +1,81 @@
+"""``average_`` against its reference (bitwise), for each form of rows, and what it refuses."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpcore import ops
+from ddpcore.ops import reference
+from helpers.cases import each
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def averaged(rows: Tensor, size: int) -> Tensor:
+    """The means of blocks of rows by the reference."""
+    expected = rows.cpu().clone()
+    reference.average_(list(expected), size)
+    return expected
+
+
+@each(dtype=DTYPES, shape=[(1, 1), (2, 2), (4, 2), (5, 5), (12, 3), (130, 65)])
+def test_stacks_columns_and_lists(dtype, shape, randn, assert_same_bits):
+    num_rows, size = shape
+    for numel in (0, 1, 17, 4096, 9001):
+        stack = randn(num_rows * numel, dtype).view(num_rows, numel)
+        alone, mixed, expected = [row.clone() for row in stack], stack.clone(), averaged(stack, size)
+        ops.average_([stack], size)
+        assert_same_bits(stack, expected)
+        ops.average_(alone, size)
+        assert_same_bits(torch.stack(alone), expected)
+        first, rest = mixed[0].clone(), mixed[1:]
+        ops.average_([first, rest], size)
+        assert_same_bits(torch.cat([first[None], rest]), expected)
+        wide = randn(num_rows * (numel + 7), dtype).view(num_rows, numel + 7)
+        outside, columns = wide[:, :3].clone(), averaged(wide[:, 3 : numel + 3], size)
+        ops.average_([wide[:, 3 : numel + 3]], size)
+        assert_same_bits(wide[:, 3 : numel + 3], columns)
+        assert_same_bits(wide[:, :3], outside)
+
+
+@each(dtype=[torch.float64, torch.complex64])
+def test_other_dtypes_are_added_in_their_own(dtype):
+    rows = torch.randn(6, 50, dtype=dtype)
+    expected = torch.stack([row for block in rows.split(3) for row in [(block[0] + block[1] + block[2]) / 3] * 3])
+    ops.average_([rows], 3)
+    assert torch.equal(rows, expected)
+
+
+def test_more_rows_than_the_kernel_of_a_device_takes(randn, assert_same_bits):
+    rows = randn(1030 * 20).view(1030, 20)
+    expected = averaged(rows, 1030)
+    ops.average_([rows], 1030)
+    assert_same_bits(rows, expected)
+
+
+def test_a_graph_notices_that_its_values_were_averaged():
+    weight, (first, second) = torch.ones(4, requires_grad=True), torch.randn(2, 4).unbind()
+    product = weight * first
+    ops.average_([first, second], 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_refusals(randn):
+    stack = randn(24).view(4, 6)
+    for rows, size, words in (
+        ([stack], 3, "size must divide the number of rows, 4"),
+        ([stack], 0, "size must divide the number of rows, 4"),
+        ([stack.T], 2, "rows must be contiguous, of one length, dtype and device"),
+        ([stack[0], stack[0, :5]], 2, "of one length"),
+        ([stack[0], stack[1].half()], 2, "dtype"),
+        ([stack.view(2, 2, 6)], 2, "rows must be contiguous"),
+        ([stack[0, 0]], 1, "rows must be contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            ops.average_(rows, size)
+
+
+def test_opcheck(randn):
+    for rows in ([randn(33), randn(33)], [randn(44).view(4, 11)]):
+        torch.library.opcheck(torch.ops.ddpcore.average_.default, (rows, 2))
