@@ -121,7 +121,7 @@ def _sum_of_numbers(numbers: Tensor) -> Tensor:
 def _row_sums(rows: Tensor) -> Tensor:
     """The same for each row."""
     integer = _INTEGERS[rows.element_size()]
-    return rows.flatten(1).view(integer).sum(dim=1, dtype=integer).to(torch.int64)
+    return rows[:, None].flatten(1).view(integer).sum(dim=1, dtype=integer).to(torch.int64)
 
 
 def _sums_of_states(learner: Learner) -> Tensor:
