@@ -1,4 +1,4 @@
-"""``mix_``, ``mix_stacked_`` and ``average_`` against torch expressions with the same result, and the distances."""
+"""``mix_`` and ``mix_stacked_`` against torch expressions with the same result, including the distances."""
 
 from __future__ import annotations
 
@@ -90,18 +90,5 @@ def mix_tall_stack(numel: int, options: argparse.Namespace) -> Case:
     return mix_stacked(numel, options, 1024)
 
 
-def average(numel: int, options: argparse.Namespace) -> Case:
-    """The mean of all learners, ``numel`` elements in all. Each is read and written once: 8 bytes in fp32."""
-    columns = -(-numel // NUM_LEARNERS)
-    left, right = randn(columns, options, NUM_LEARNERS), randn(columns, options, NUM_LEARNERS)
-    return Case(
-        f"average_, {NUM_LEARNERS} rows",
-        lambda: ops.average_([left], NUM_LEARNERS),
-        lambda: right.copy_(right.mean(dim=0)),
-        "torch eager",
-        2 * itemsize(options) * numel,
-    )
-
-
 if __name__ == "__main__":
-    main(__doc__, [mix, noise, mix_stacked, mix_stacked_alone, mix_tall_stack, average])
+    main(__doc__, [mix, noise, mix_stacked, mix_stacked_alone, mix_tall_stack])

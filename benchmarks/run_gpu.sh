@@ -227,7 +227,7 @@ bench() {
     local ranks=(--world-size "$num_gpus")
     local optim=("$python" benchmarks/bench_optim.py --device $device "${lists[@]}")
     step bench_optim-float32 30 "${optim[@]}" --json "$out/optim-float32.json"
-    for name in rules-sgd rules-adamw rules-lars rules-lamb mix mix_steps norms; do
+    for name in rules-sgd rules-adamw rules-lars rules-lamb mix mix_steps average norms; do
         case $name in rules-*) rule=(--rules "${name#rules-}") ;; *) rule=() ;; esac
         kernel bench_$name 9 "${rule[@]}" "${all[@]}"
     done

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.comm.base import Communicator
-from ddpcore.ops import noise_sums
+from ddpcore.diagnostics.passes import noise_sums
 
 GATHERED = 2**18  # largest number of elements of each row in one gather
 MOST_PRODUCTS = 8  # largest number of Hessian-vector products of the full loss in a measured step

@@ -19,9 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ddpcore import ops
 from ddpcore.distributed.guards import learner_of
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.ops import reference
+from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
@@ -31,6 +34,11 @@ Loss = Callable[[], Tensor | Iterator[Tensor]]
 
 It may yield parts whose sum is the loss, if there are too many samples for one graph.
 """
+
+
+def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | None = None) -> Tensor:
+    """``ops.noise_sums``, or its reference implementation for dtypes without a kernel."""
+    return (ops if rows[0].dtype in KERNEL_DTYPES else reference).noise_sums(rows, bounds, origin)
 
 
 class RandomState:

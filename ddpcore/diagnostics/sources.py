@@ -17,11 +17,10 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ddpcore.diagnostics import dynamics, passes
-from ddpcore.diagnostics.passes import Loss, RandomState, scale_of
+from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
-from ddpcore.ops import noise_sums
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local

@@ -76,11 +76,11 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
     the product of the largest values.
 
     Args:
-        rows: at least one, contiguous ``[P]``, of one dtype and device; for float64 the reference runs.
+        rows: at least one, contiguous ``[P]``; float32, bfloat16 or float16 of one dtype and device.
         bounds: ascending from 0 to P: segment s has the columns from ``bounds[s]`` to ``bounds[s + 1]``.
         origin: o, with the shape and dtype of a row; None is zero.
 
     Returns float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment. RuntimeError: rows or
     bounds are invalid. On CUDA a call takes up to 256 rows.
     """
-    return (_noise_sums if rows[0].dtype in KERNEL_DTYPES else reference.noise_sums)(rows, bounds, origin)
+    return _noise_sums(rows, bounds, origin)

@@ -260,7 +260,7 @@ def test_every_bench_takes_the_words_that_it_is_given(tmp_path: Path) -> None:
     assert run([str(tmp_path / "out"), "--only", "bench", "--dry-run"], recorder).returncode == 0
     lines = Path(f"{recorder}.log").read_text().splitlines()
     commands = [line.split() for line in lines if "ddpcore.bench " in line or "/bench_" in line]
-    assert len(commands) == 18
+    assert len(commands) == 19
     for command in commands:
         done = ranks.python(*command, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, f"{command}: {done.stderr}"
