@@ -423,7 +423,7 @@ def mix_stacked_(
 def average_(rows: Sequence[Tensor], size: int) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.average_`."""
     each = [row for one in rows for row in (one if one.dim() > 1 else [one])]
-    sums = torch.stack([row.sum(dtype=wide(row.dtype)).abs().double() for row in each])
+    sums = torch.stack([row.sum(dtype=wide(row.dtype)) for row in each]).real.double()
     for block in (each[first : first + size] for first in range(0, len(each), size)):
         total = block[0].to(wide(block[0].dtype))  # the first row itself, except for 16 bits
         for row in block[1:]:

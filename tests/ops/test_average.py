@@ -1,5 +1,7 @@
 """``average_`` against its reference (bitwise), for each form of rows, and what it refuses."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ def test_stacks_columns_and_lists(dtype, shape, randn, assert_same_bits):
     for numel in (0, 1, 17, 4096, 9001):
         stack = randn(num_rows * numel, dtype).view(num_rows, numel)
         alone, mixed, expected = [row.clone() for row in stack], stack.clone(), averaged(stack, size)
-        ops.average_([stack], size)
+        before = stack.double().sum(dim=1)
+        torch.testing.assert_close(ops.average_([stack], size), before, rtol=0, atol=1e-5 * max(1, numel))
         assert_same_bits(stack, expected)
         ops.average_(alone, size)
         assert_same_bits(torch.stack(alone), expected)
@@ -44,6 +47,17 @@ def test_other_dtypes_are_added_in_their_own(dtype):
     expected = torch.stack([row for block in rows.split(3) for row in [(block[0] + block[1] + block[2]) / 3] * 3])
     ops.average_([rows], 3)
     assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_sums_tell_rows_that_are_not_finite(dtype, device):
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 16, 4111):
+            rows = torch.ones(9, 4112, dtype=dtype, device=device)
+            rows[5, place] = bad
+            sums = ops.average_([rows], 9)
+            assert (sums.dtype, sums.isfinite().tolist()) == (torch.float64, [row != 5 for row in range(9)])
+            assert not rows[:, place].isfinite().any() and rows.isfinite().sum() == 9 * 4111
 
 
 def test_more_rows_than_the_kernel_of_a_device_takes(randn, assert_same_bits):
