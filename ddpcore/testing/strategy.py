@@ -129,7 +129,7 @@ class _Watched(SmallRun):
         started = super()._start(seed)
         learner: Any = started[2].learner
         self.counts, self.sent, self.gradients = Counter[str](), list[bool](), list[list[Tensor | None]]()
-        for name in ("average_", "mix_", "exchange", "live"):
+        for name in ("average_", "average_pieces_", "mix_", "exchange", "live"):
             setattr(learner.comm, name, self._counted("sent", getattr(learner.comm, name)))
         learner.check_sent = self._counted("checks", learner.check_sent)
         return started
