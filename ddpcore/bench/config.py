@@ -196,8 +196,7 @@ class ResolvedConfig:
     @property
     def num_steps(self) -> int:
         """The steps of each strategy."""
-        steps: int = self.config.value("run.steps")
-        return steps
+        return self.config.value("run.steps")
 
     def train_config(
         self, strategy: str, *, options: Mapping[str, Any] | None = None, batch_size: int | None = None

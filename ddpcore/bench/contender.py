@@ -135,9 +135,8 @@ def exposed_ms(own: Sequence[float], compute: Sequence[float], num_steps: Sequen
 
 def gather(value: Any) -> list[Any]:
     """The value of every rank. Collective."""
-    if not dist.is_initialized():
-        return [value]
-    return gather_objects(default_group(None), value, "the gathering of the results")
+    group = default_group(None) if dist.is_initialized() else None
+    return gather_objects(group, value, "the gathering of the results")
 
 
 def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:

@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -110,18 +111,13 @@ def facts(device: str) -> dict[str, Any]:
 
 def interface_of_name() -> str:
     """The network interface with the address of this machine's name, which gloo takes if no variable names another."""
-    try:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         address = socket.gethostbyname(socket.gethostname())
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                try:
-                    packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # it has no address
-                    continue
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(packed[20:24]) == address or (name == "lo" and address.startswith("127.")):
                     return name
-    except OSError:
-        pass
     return "unknown"
 
 

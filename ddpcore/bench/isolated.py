@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
@@ -92,16 +92,12 @@ class StepTimer:
         model, optimizer = self._trainer.handle.model, self._trainer.optimizer
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._sizes = {id(parameter): parameter.numel() for parameter in parameters}
-        hooks: list[Any] = [
-            model.register_forward_hook(lambda *_: self._marks.append(self._now())),
-            optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())),
-            *(parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters),
-        ]
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(model.register_forward_hook(lambda *_: self._marks.append(self._now())))
+            hooks.enter_context(optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())))
+            for parameter in parameters:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._arrived))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def step(self) -> None:
         """Train and time one step, inside :meth:`hooks`."""

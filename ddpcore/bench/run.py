@@ -82,20 +82,16 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
     results = [_gather(one, resolved) for one in contenders]
     if world.rank == 0:
         where = environment(resolved)
-        where["notes"] += _edges(contenders)
+        # Which edges of the topology go which way, where ranks of several hosts are connected in two ways.
+        comms = {one.name: one.trainer.handle.comm for one in contenders if one.trainer is not None}
+        where["notes"] += [
+            f"{name}: {comm.description}"
+            for name, comm in comms.items()
+            if comm.transport == "mixed" and name not in HIDDEN and STRATEGIES.takes(name, "topology")
+        ]
         about = {"model": config.model.name, "dataset": config.data.name, "batch_size": config.data.batch_size}
         result = {"environment": where, **about, "steps": num_steps, "rows": _rows(resolved, results)}
         publish(result, KIND, resolved.config)
-
-
-def _edges(contenders: Sequence[Contender]) -> list[str]:
-    """Which edges of the topology go which way, where ranks of several hosts are connected in two ways."""
-    comms = {one.name: one.trainer.handle.comm for one in contenders if one.trainer is not None}
-    return [
-        f"{name}: {comm.description}"
-        for name, comm in comms.items()
-        if comm.transport == "mixed" and name not in HIDDEN and STRATEGIES.takes(name, "topology")
-    ]
 
 
 def _blocks(num_steps: int) -> list[tuple[int, bool]]:

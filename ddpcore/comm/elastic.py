@@ -17,7 +17,7 @@ from typing_extensions import override
 from ddpcore.comm.agreement import first_difference
 from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.fabric import Fabric, Members, Operation
-from ddpcore.comm.groups import Fact, at, check_has_average, size_of
+from ddpcore.comm.groups import Fact, at, bytes_of, check_has_average, size_of
 from ddpcore.comm.membership import Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
 from ddpcore.topology.base import Topology
@@ -214,23 +214,19 @@ class ElasticCommunicator(Communicator):
 
     @override
     def broadcast_(self, rows: Tensor) -> None:
-        operation = self._begin(f"the broadcast of {size_of(rows)}", _bytes_of(rows), None)
+        operation = self._begin(f"the broadcast of {size_of(rows)}", bytes_of(rows), None)
         first = self._rows_of(operation)[0]
         if first is not operation.row:
-            _bytes_of(rows).copy_(first)
+            bytes_of(rows).copy_(first)
         self._fabric.done(operation)
 
     @override
     def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         values = values.contiguous()
-        operation = self._begin(f"the gathering of {size_of(values)}", _bytes_of(values), None)
+        operation = self._begin(f"the gathering of {size_of(values)}", bytes_of(values), None)
         gathered = torch.stack(self._rows_of(operation))
         self._fabric.done(operation)
         return gathered.view(-1).view(values.dtype).view(len(gathered), *values.shape[1:])
-
-
-def _bytes_of(values: Tensor) -> Tensor:
-    return values.view(-1).view(torch.uint8)
 
 
 class _ElasticExchange(Exchange):

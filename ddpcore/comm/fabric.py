@@ -360,8 +360,7 @@ class ProcessGroupFabric(Fabric):
                 self._renew(operation)
         self._received = operation.number
         self._flying.pop(operation.number, None)
-        members: Members = operation.place.group.members
-        return members
+        return operation.place.group.members
 
     def _is_done(self, operation: Operation) -> bool:
         """Wait for the messages of an operation and for all members. Returns whether nothing failed anywhere."""

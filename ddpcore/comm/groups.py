@@ -27,6 +27,11 @@ def size_of(tensor: Tensor) -> str:
     return f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory as ``[bytes]``: backends lack dtypes, such as int16, and move bytes of all."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def at(step: int | None) -> str:
     """`` at step 3``, or nothing."""
     return "" if step is None else f" at step {step}"

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ddpcore.comm import groups
 from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
-from ddpcore.comm.groups import Call, at, check_has_average, meet, size_of
+from ddpcore.comm.groups import Call, at, bytes_of, check_has_average, meet, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_bytes, is_gathered, sum_of
 from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.virtual import csr_of
@@ -35,7 +35,7 @@ def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Wor
     received, sent = row.new_empty(num * own), row.contiguous()
     given = [size * width for size in sizes]
     with call:
-        work = group.alltoall_base(_bytes(received), _bytes(sent), [own * width] * num, given)
+        work = group.alltoall_base(bytes_of(received), bytes_of(sent), [own * width] * num, given)
 
     def end() -> None:
         nonlocal sent
@@ -45,16 +45,11 @@ def _average_by_shares(row: Tensor, group: dist.ProcessGroup, call: Call) -> Wor
         mean[:own] = sum_of(received.view(num, own)).div_(num)
         everyone = row.new_empty(num * share)
         with call:
-            gathering = group._allgather_base(_bytes(everyone), _bytes(mean))
+            gathering = group._allgather_base(bytes_of(everyone), bytes_of(mean))
         call.wait(gathering, row)
         row.copy_(everyone[:numel])
 
     return Work(end)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory: backends lack dtypes, such as int16, and move bytes of all."""
-    return tensor.view(torch.uint8)
 
 
 _Transfers = dict[int, tuple[list[tuple[str, list[int], dist.Work]], list[Tensor]]]
@@ -117,7 +112,7 @@ class ProcessGroupCommunicator(Communicator):
     def broadcast_(self, rows: Tensor) -> None:
         first = rows[0].contiguous()
         with self._call(f"the broadcast of {size_of(first)}", first):
-            self._channel(first).broadcast(_bytes(first), 0).wait()
+            self._channel(first).broadcast(bytes_of(first), 0).wait()
         if self.num_rows > 1 or first.data_ptr() != rows.data_ptr():
             rows.copy_(first.expand_as(rows))
 
@@ -230,8 +225,7 @@ class ProcessGroupCommunicator(Communicator):
     @override
     def gather(self, values: Tensor, step: int | None = None) -> Tensor:
         result = values.new_empty((self.num_learners, *values.shape[1:]))
-        sent = values.contiguous().view(-1).view(torch.uint8)
-        received = result.view(-1).view(torch.uint8).view(self.num_ranks, -1)
+        sent, received = bytes_of(values.contiguous()), bytes_of(result).view(self.num_ranks, -1)
         with self._call(what := f"the gathering of {size_of(values)}{at(step)}", values):
             if step is None:
                 meet(self._channel(values), what)

@@ -3,7 +3,7 @@
 Shapes: P elements of all parameters that need a gradient, K vectors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,21 +111,16 @@ class Hessian:
         return spectra.Operator(product=self.product, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:
-        results_KP = torch.zeros_like(rows_KP)
+        results_KP, vectors = torch.zeros_like(rows_KP), self.weights.views(rows_KP)
         views = self.weights.views(results_KP)
         with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable(self._model):
-            for found in self._parts(self.weights.views(rows_KP)):
-                add_(views, found)
+            if self._gauss_newton and isinstance(self._loss, DataLoss):
+                for part in self._loss.weighted():
+                    add_(views, self._gauss_newton_part(self._loss, *part, vectors))
+            else:
+                for loss in parts_of(self._loss):
+                    add_(views, part_products(loss, self.weights.parameters, vectors))
         return results_KP
-
-    def _parts(self, vectors: Sequence[Tensor]) -> Iterator[Sequence[Tensor | None]]:
-        if not self._gauss_newton:
-            for part in parts_of(self._loss):
-                yield part_products(part, self.weights.parameters, vectors)
-            return
-        assert isinstance(self._loss, DataLoss)
-        for share, inputs, targets in self._loss.weighted():
-            yield self._gauss_newton_part(self._loss, share, inputs, targets, vectors)
 
     def _gauss_newton_part(
         self, data: DataLoss, share: float, inputs: object, targets: object, vectors: Sequence[Tensor]

@@ -145,7 +145,9 @@ class HessianStatistics(Observer):
         spectrum = self._spectrum(operator)
         top_kP, penalty = spectrum[0].vectors[: self.top], 0.0
         distance: _Share = (0.0, [])
-        if not _are_identical(learner, weights_LP):  # else the rounding of their average would count
+        learner.comm.broadcast_(first_LP := weights_LP.clone())
+        are_first_L = (first_LP == weights_LP).all(dim=1)
+        if not learner.comm.gather(are_first_L.double()).all():  # else the rounding of their average would count
             apart_LP = weights_LP - learner.average_of(weights_LP)
             distance = self._shares(learner, apart_LP, top_kP)
             rows_n1P = learner.comm.gather(_real(learner, apart_LP)).unsqueeze(1)
@@ -217,13 +219,6 @@ class HessianStatistics(Observer):
         learner.comm.average_(sums).wait()
         total, *along = sums[0].tolist()
         return total, [value / total if total else 0.0 for value in along]
-
-
-def _are_identical(learner: Learner, weights_LP: Tensor) -> bool:
-    """Whether the weights of all learners are equal. Collective."""
-    first_LP = weights_LP.clone()
-    learner.comm.broadcast_(first_LP)
-    return bool(learner.comm.gather((first_LP == weights_LP).all(dim=1).double()).all())
 
 
 def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.diagnostics.spectra import Eigenvalues, NotConverged, NotFinite
 from ddpcore.diagnostics.weights import DataLoss, WeightVector
-from ddpcore.distributed.averaging import recalibrate
+from ddpcore.distributed.averaging import modes_kept, recalibrate
 from ddpcore.optim.groups import is_normalization
 from ddpcore.options.typed import check_choice
 from ddpcore.records.surface import METRICS, Surface, read_surface, write_surface
@@ -249,7 +249,11 @@ def _values_at(
     """The metrics of each point, by name."""
     measures = {("train_loss", "train_acc"): _loss_at, **({("max_eig", "min_eig"): _ends_at} if curvature else {})}
     values: dict[str, list[float]] = {}
-    with _modes(data.model, batch_norm):
+    with modes_kept(data.model):
+        data.model.eval()
+        for module in data.model.modules():
+            if batch_norm == "batch" and isinstance(module, _BatchNorm):
+                module.train()
         for names, measure in measures.items():
             found = [measure(data, weights, plane.at(*point), batch_norm) for point in points]
             values |= {name: [one[place] for one in found] for place, name in enumerate(names)}
@@ -297,18 +301,3 @@ def _accuracy(outputs: Any, targets: Any) -> Tensor:
     if not are_tensors or targets.is_floating_point() or outputs.shape[1] < 2 or targets.shape != outputs[:, 0].shape:
         return torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
     return 100 * (outputs.argmax(dim=1) == targets).double().mean()
-
-
-@contextmanager
-def _modes(model: nn.Module, batch_norm: str) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, with batch norm in training mode for ``batch``."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        for module, _ in before:
-            if batch_norm == "batch" and isinstance(module, _BatchNorm):
-                module.train()
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

@@ -240,9 +240,7 @@ def _on_host(tensor: Tensor) -> Tensor:
         return tensor.cpu()
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_side_stream = functools.cache(torch.cuda.Stream)
 
 
 Array = NDArray[np.float64]

@@ -74,11 +74,6 @@ class Chart:
         """The series that are drawn as lines and points: all, but for bars and for the rows of a map."""
         return () if self.kind in ("bars", "dots", "heat") else self.series[len(self.rows) :]
 
-    @property
-    def has_legend(self) -> bool:
-        """Whether names of several series stand beside the chart."""
-        return self.kind in ("lines", "bars", "dots") and len(self.series) > 1
-
 
 def color_of(series: Series, number: int) -> str:
     """The colour of a series that is the ``number``-th of its chart."""

@@ -75,7 +75,7 @@ def draw(axes: Any, chart: Chart) -> None:
         axes.set_ylabel(_text(chart.y_label))
     if chart.kind == "lines":
         _finish_lines(axes, chart)
-    if chart.has_legend and 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
+    if chart.kind in ("lines", "bars", "dots") and 1 < len(axes.get_legend_handles_labels()[1]) <= _MOST_LABELS:
         axes.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 

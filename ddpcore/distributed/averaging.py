@@ -1,7 +1,8 @@
 """A copy of the model with the average of all learners' weights, to evaluate or to save."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import compress
 from typing import Any
@@ -91,17 +92,16 @@ class AveragedShards(nn.Module):
             raise RuntimeError("the average of a sharded model has no gradients: evaluate under torch.no_grad()")
         learner, (model,) = self._learner, self._learner.models
         assert learner.flat.shards is not None
-        modes = [(module, module.training) for module in model.modules()]
         own = [(buffer, buffer.data) for buffer in model.buffers()]
         frozen = [(parameter, local(parameter)) for parameter, _ in self._frozen]
         learner.flat.shards.reshard()
         try:
-            model.train(self.training)
             for (buffer, _), held in zip(own, self._held.values(), strict=True):
                 buffer.data = held
             for parameter, average in self._frozen:
                 learner.flat.shards.move(parameter, average)
-            with learner.flat.at(self._average_LP):
+            with modes_kept(model), learner.flat.at(self._average_LP):
+                model.train(self.training)
                 return model(*args, **kwargs)
         finally:
             learner.flat.shards.reshard()
@@ -109,8 +109,6 @@ class AveragedShards(nn.Module):
                 learner.flat.shards.move(parameter, part)
             for buffer, data in own:
                 buffer.data = data
-            for module, mode in modes:
-                module.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The averaged weights, as DTensors, and buffers, by their names in the training model."""
@@ -221,6 +219,17 @@ def check_shared(digests: Iterable[Iterable[int]]) -> None:
         )
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards each module is in training or evaluation mode as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | None = None) -> None:
     """Recompute the running statistics of batch normalisation over the union of all batches of all ranks.
@@ -234,17 +243,16 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
         comm: the connection to the other ranks, which must call this too; None takes the batches of this rank alone.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
-    modes = {module: module.training for module in model.modules()}
     seen: dict[nn.Module, Tensor] = {}  # by layer, see _moments
 
     def add_moments(norm: nn.Module, inputs: tuple[Tensor]) -> None:
         moments = _moments(inputs[0])
         seen[norm] = _of_union(torch.stack([seen[norm], moments])) if norm in seen else moments
 
-    handles = [norm.register_forward_pre_hook(add_moments) for norm in norms]
-    try:
+    with modes_kept(model), ExitStack() as hooks:
         model.eval()
         for norm in norms:
+            hooks.callback(norm.register_forward_pre_hook(add_moments).remove)
             norm.reset_running_stats()
             norm.train()
         count = 0
@@ -252,11 +260,6 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
             model(*batch) if isinstance(batch, tuple | list) else model(batch)
         if not count:
             raise ValueError("recalibrate needs at least one batch: pass batches= of training inputs")
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
     for norm in norms:
         assert norm.running_mean is not None and norm.running_var is not None
         none = norm.running_mean.new_zeros(1 + 2 * norm.num_features, dtype=torch.float64)

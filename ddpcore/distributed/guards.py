@@ -170,8 +170,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
         return group
     if group.ndim != 1:
         raise ValueError(f"the mesh has dimensions {group.mesh_dim_names}: pass that of the learners, mesh['learners']")
-    found: dist.ProcessGroup = group.get_group()
-    return found
+    return group.get_group()
 
 
 def layouts_of(model: nn.Module) -> list[Fact]:

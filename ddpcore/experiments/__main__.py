@@ -12,8 +12,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, or 1 if a run failed, 2 if the command is wrong, 130 if a signal stopped it."""
     try:
         with extra("bench"):
-            from ddpcore.experiments.commands import run_command  # noqa: PLC0415  a missing package is one line
-        return run_command(argv)
+            from ddpcore.experiments.commands import parse  # noqa: PLC0415  a missing package is one line
+        command, options = parse(argv)
+        return command(options)
     except (ValueError, OSError) as error:
         code, message = 2, str(error)
     except launch.RankFailed as error:

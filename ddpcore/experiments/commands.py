@@ -213,9 +213,3 @@ def parse(argv: Sequence[str] | None) -> tuple[Callable[[Any], int], Any]:
     given = vars(parser.parse_args(argv))
     chosen, command = COMMANDS[given.pop("command")]
     return command, chosen(**given)
-
-
-def run_command(argv: Sequence[str] | None) -> int:
-    """Run the command of these words. Returns 0, or 1 if a run failed. ValueError: the command is wrong."""
-    command, options = parse(argv)
-    return command(options)

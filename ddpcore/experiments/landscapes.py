@@ -18,7 +18,7 @@ from ddpcore.options.command_line import RUNS
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import SEED_RANGE, check, field
 from ddpcore.records.run import LANDSCAPES
-from ddpcore.records.surface import SUFFIX, Surface, read_surface
+from ddpcore.records.surface import SUFFIX, read_surface
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World
 from ddpcore.storage.files import replace_file, shown
@@ -80,7 +80,9 @@ def landscapes(options: LandscapeOptions) -> int:
     for name, path in _files(options).items():
         surfaces[name] = surface = read_surface(path)
         replace_file(path.with_suffix(".csv"), surface.csv().encode())
-        print(f"{name}: {surface.about}; {_span(surface)}: {shown(path)}")
+        loss = surface.loss[np.isfinite(surface.loss)]
+        span = f"loss {loss.min():.4g} to {loss.max():.4g}" if loss.size else "no finite loss"
+        print(f"{name}: {surface.about}; {span}: {shown(path)}")
     folder = next(iter(_files(options).values())).parent
     for word, metric in (("contour", "train_loss"), *([("ratio", "ratio")] if options.ratio else [])):
         for suffix in SUFFIXES:
@@ -131,11 +133,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """End a rank by an exception, so that it saves the finished points. A second signal does not end the save."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _span(surface: Surface) -> str:
-    loss = surface.loss[np.isfinite(surface.loss)]
-    return f"loss {loss.min():.4g} to {loss.max():.4g}" if loss.size else "no finite loss"
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:

@@ -150,18 +150,14 @@ def check_folder(path: Path, manifest: Mapping[str, Any], resume: bool) -> None:
             was = f"{shown(path)} was run with {key} {known[key]!r}, not {manifest[key]!r}"
             raise ValueError(f"{was}: take another folder with --out")
     for name, row in manifest["rows"].items():
-        if differences := _differences(row, known["rows"].get(name, row)):
+        before = known["rows"].get(name, row)
+        unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != before[key]]
+        differences = [f"{key} is {row[key]!r}, not {before[key]!r}" for key in unlike]
+        if differences := differences + TrainConfig.from_dict(row["config"]).difference(before["config"]):
             other = f"{shown(path)} contains another row {name}: {'; '.join(differences)}"
             raise ValueError(f"{other}: take another folder")
     if not resume:
         raise ValueError(f"{shown(path)} contains this study already: continue with --resume, or take another folder")
-
-
-def _differences(row: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """The differences between two rows of manifests that change results."""
-    unlike = [key for key in ("ranks", "hosts", "kill_rank") if row[key] != known[key]]
-    differences = [f"{key} is {row[key]!r}, not {known[key]!r}" for key in unlike]
-    return differences + TrainConfig.from_dict(row["config"]).difference(known["config"])
 
 
 def check_data(plan: RunPlan, datasets: Datasets) -> None:

@@ -1,15 +1,16 @@
 """A study is one TOML file: settings that all rows share, the rows, their published numbers, and claims about them."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import filter as filter_names
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ddpcore.experiments import claims
 from ddpcore.experiments.metrics import METRICS
+from ddpcore.options.fields import parse_toml
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.records.run import SECTIONS
@@ -18,11 +19,6 @@ from ddpcore.storage.files import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import needs_ranks
 from ddpcore.training.config import check_settings, merged
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FOLDER = Path(__file__).parent / "studies"
 SCALES = ("smoke", "cpu", "full")
@@ -120,7 +116,7 @@ def load_study(path: str | Path, max_bytes: int = STUDY_BYTES) -> Study:
     try:
         if max(line.count(b".") for line in content.split(b"\n")) > _DOTS:
             raise ValueError(f"a line has more than {_DOTS} dots: write names of fewer parts")
-        return _study(path.stem, name, tomllib.loads(content.decode()))
+        return _study(path.stem, name, parse_toml(content.decode()))
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(f"{name}: line {line} is no UTF-8 text: repair the file") from None
@@ -174,24 +170,18 @@ def _study(name: str, path: str, values: Mapping[str, Any]) -> Study:
     for selected in study.selections.values():
         study.chosen(selected)
     for spec in study.charts:
-        _check_chart(study, spec)
+        check_chart(spec)
+        for key in ("x", "by"):
+            if key in spec and "values" not in spec:
+                check_keys(f"a chart's {key}", [spec[key].partition(".")[0]], SECTIONS)
+        for value, names in product(spec.get("values", ("",)), spec.get("lines", {}).values()):
+            study.chosen([one.replace("{x}", str(value)) for one in names])
     return study
 
 
 def check_claim(predicate: str, rows: Sequence[str] | None = None) -> None:
     """Raise ValueError unless the text is a predicate over these rows (None: any) and :data:`METRICS`."""
     claims.check(predicate, rows, METRICS)
-
-
-def _check_chart(study: Study, spec: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an entry ``[[charts]]`` names fields of a run, and rows of the study."""
-    check_chart(spec)
-    for key in ("x", "by"):
-        if key in spec and "values" not in spec:
-            check_keys(f"a chart's {key}", [spec[key].partition(".")[0]], SECTIONS)
-    for value in spec.get("values", ("",)):
-        for rows in spec.get("lines", {}).values():
-            study.chosen([one.replace("{x}", str(value)) for one in rows])
 
 
 def _row(

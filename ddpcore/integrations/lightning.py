@@ -58,6 +58,8 @@ class GossipStrategy(DDPStrategy):
     ValueError: an option of DistributedDataParallel, no strategy of ddpcore; in ``fit`` EMA, LBFGS or two optimizers.
     """
 
+    restore_checkpoint_after_setup = True  # distribute starts all ranks alike, so each loads its own weights afterwards
+
     def __init__(self, strategy: Strategy | str, *, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if unused := [name for name in kwargs if name in self._ddp_kwargs or name.startswith(("ddp_", "model_aver"))]:
@@ -68,11 +70,6 @@ class GossipStrategy(DDPStrategy):
         self._options, self._lent = options or {}, list[Lent]()  # of the evaluation that runs
         self.handle: Distributed | None = None
         self._num_passes = 0  # backward passes of the training_step that runs
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # distribute starts all ranks alike, so each loads its own weights afterwards
 
     @override
     def configure_ddp(self) -> None:

@@ -60,8 +60,7 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[B, channels, H, W]`` to the same shape."""
-        gates: Tensor = self.gate(inputs.mean(dim=(2, 3)))
-        return inputs * gates[:, :, None, None]
+        return inputs * self.gate(inputs.mean(dim=(2, 3)))[:, :, None, None]
 
 
 class PooledHead(nn.Module):

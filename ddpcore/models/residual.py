@@ -59,8 +59,7 @@ class Residual(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels_out, H / stride, W / stride]."""
-        outputs: Tensor = self.residual(inputs) + self.shortcut(inputs)
-        return outputs.relu()
+        return (self.residual(inputs) + self.shortcut(inputs)).relu()
 
 
 class BasicBlock(Residual):

@@ -130,8 +130,7 @@ class ByteTransformer(nn.Module):
         if length > context:
             raise ValueError(f"byte_transformer: inputs have {length} places and the context is {context}: take less")
         tokens = self.blocks(self.embed(inputs) + self.positions.weight[:length])
-        logits: Tensor = self.head(self.norm(tokens))
-        return logits.transpose(1, 2)
+        return self.head(self.norm(tokens)).transpose(1, 2)
 
 
 class Block(nn.Module):

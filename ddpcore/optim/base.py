@@ -259,7 +259,7 @@ class FusedOptimizer(SavedOptimizer):
             arguments = {**self.arguments(batch, options), **common_arguments(options, batch, scaling), **passes}
             if passes:
                 assert plan.shards is not None
-                arguments["squares"] = plan.shards.squares(batch)
+                arguments["squares"] = plan.shards.squares[id(batch)]
             if mixture is not None:
                 assert self._flat is not None
                 arguments |= {"mixture": mixture, "offsets": self._flat.offsets_of(batch.of(params))}

@@ -58,7 +58,9 @@ class Shards:
         self._rows: list[Tensor] = []  # of each device: two sums of each tensor
         # The all-reduces of add_: a group, and which rows it adds. There is none if this rank has all of each tensor.
         self.reductions: list[tuple[dist.ProcessGroup, Tensor, Tensor | None]] = []
-        self._squares: dict[int, Tensor] = {}
+        self.squares: dict[
+            int, Tensor
+        ] = {}  # by id of a batch, where its first pass writes sums of squares [params, 2]
         for device in dict.fromkeys(batch.device for batch in batches):
             mine = [batch for batch in batches if batch.device == device]
             of_device = [params[position] for batch in mine for position in batch.members]
@@ -68,11 +70,7 @@ class Shards:
                 some = None if len(numbers) == len(rows) else torch.tensor(numbers, device=device)
                 self.reductions.append((group, rows, some))
             parts = rows.split([len(batch.members) for batch in mine])
-            self._squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
-
-    def squares(self, batch: Batch) -> Tensor:
-        """``[params, 2]``: where the first pass of a batch writes its sums of squares."""
-        return self._squares[id(batch)]
+            self.squares.update({id(batch): part for batch, part in zip(mine, parts, strict=True)})
 
     def add_(self) -> None:
         """Add the sums of squares of the other ranks."""
@@ -85,7 +83,7 @@ class Shards:
     def norm_squared(self, batches: Sequence[Batch], grads: list[Tensor]) -> Tensor:
         """The squared norm of the gradients of all ranks together, from the local gradients of the step."""
         for batch in batches:
-            self._squares[id(batch)][:, 0] = batch.kernels.segment_norms(batch.of(grads))
+            self.squares[id(batch)][:, 0] = batch.kernels.segment_norms(batch.of(grads))
         self.add_()
         totals = [rows[:, :1].sum(dim=0) for rows in self._rows]
         return torch.stack([total.to(totals[0].device) for total in totals]).sum(dim=0)
@@ -152,6 +150,4 @@ def norm_squared_of(plan: BatchPlan, grads: list[Tensor]) -> Tensor:
 
 def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     """The tensor on the device. Only a copy to the CPU blocks, because CPU kernels read the value at once."""
-    if tensor is None or tensor.device == device:
-        return tensor
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")

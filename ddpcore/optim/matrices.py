@@ -65,6 +65,10 @@ class Matrix:
         rows, columns = self.shape
         return update.mT if rows > columns else update
 
+    def step(self, update: Tensor) -> None:
+        """Step the matrix by O(u)."""
+        _decay_and_add_(self.param, self.upright(update), self.group, self.scale * self.factor)
+
     @property
     def scale(self) -> float:
         """s."""
@@ -91,7 +95,7 @@ class Divided:
 
     def step(self, update: Tensor) -> None:
         """Step this rank's shard. The update has the scale of the first matrix."""
-        decay_and_add_(local(self.param), update, self.group, self.matrices()[0].scale)
+        _decay_and_add_(local(self.param), update, self.group, self.matrices()[0].scale)
 
 
 def parts_of(tensor: Tensor, group: Group) -> Sequence[Tensor]:
@@ -107,7 +111,7 @@ def direction_of(grad: Tensor, momentum: Tensor, group: Group) -> Tensor:
     return grad.lerp(momentum, float(group["momentum"])) if group["nesterov"] else momentum
 
 
-def decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float) -> None:
+def _decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float) -> None:
     """Decay the weights of a matrix, or of a part of it, and subtract the scaled update."""
     lr = float(group["lr"])
     weights.mul_(1 - lr * float(group["weight_decay"]))

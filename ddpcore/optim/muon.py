@@ -12,16 +12,7 @@ from typing_extensions import override
 from ddpcore.ops.library import wide
 from ddpcore.optim.adamw import FusedAdamW
 from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
-from ddpcore.optim.matrices import (
-    Divided,
-    Matrix,
-    decay_and_add_,
-    direction_of,
-    orthogonal,
-    parts_of,
-    places_in,
-    results_of,
-)
+from ddpcore.optim.matrices import Divided, Matrix, direction_of, orthogonal, parts_of, places_in, results_of
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import Layout, exchanged
 from ddpcore.optim.shards import divided, local_gradients
@@ -151,8 +142,7 @@ class Muon(SavedOptimizer):
         for group in self.param_groups:
             if "betas" in group:  # of ddpcore 0.2
                 group["adamw_betas"] = group.pop("betas")
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update({**self.defaults, **group})
         self._make_adamw()
 
     @override
@@ -183,7 +173,7 @@ class Muon(SavedOptimizer):
             if group["rule"] == "muon":
                 self._add_members(group, matrices, members)
         for matrix, update in zip(matrices, self._updates(matrices), strict=True):
-            decay_and_add_(matrix.param, matrix.upright(update), matrix.group, matrix.scale * matrix.factor)
+            matrix.step(update)
         self._step_shards(members)
         self._step_adamw([group for group in self.param_groups if group["rule"] == "adamw"])
         return loss

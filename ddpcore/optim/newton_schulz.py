@@ -48,20 +48,16 @@ def orthogonalize(
     with torch.autocast(matrices.device.type, enabled=False):
         x = matrices.to(dtype)
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
-        is_gram = takes_gram(x.shape[1], x.shape[2], steps, dtype, x.device)
-        return _by_gram(x, steps, coefficients) if is_gram else _direct(x, steps, coefficients)
+        a, b, c = coefficients
+        if takes_gram(x.shape[1], x.shape[2], steps, dtype, x.device):
+            return _by_gram(x, steps, a, b, c)
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x
 
 
-def _direct(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
-    a, b, c = coefficients
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
-
-
-def _by_gram(x: Tensor, steps: int, coefficients: Sequence[float]) -> Tensor:
-    a, b, c = coefficients
+def _by_gram(x: Tensor, steps: int, a: float, b: float, c: float) -> Tensor:
     gram, total = x @ x.mT, None
     for step in range(steps):
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -63,7 +63,6 @@ def build_optimizer(
         if default is inspect.Parameter.empty:
             raise ValueError(f"optimizer {name} has no weight_decay with a default: leave param_groups out")
         params = param_groups(model, given.get("weight_decay", default), rule="muon" if for_muon else None)
-        for group in params:  # a given option counts for all groups
-            if "always_adapt" in given and "always_adapt" in group:
-                del group["always_adapt"]
+        for group in params if "always_adapt" in given else ():  # a given option counts for all groups
+            group.pop("always_adapt", None)
     return OPTIMIZERS.build(name, params, lr=lr, **given)

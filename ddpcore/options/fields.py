@@ -105,6 +105,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+parse_toml = tomllib.loads
 Table = dict[str, Any]
 
 

@@ -5,6 +5,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from operator import ge, gt, le, lt
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin
@@ -75,16 +76,11 @@ def check_range(
     name: str, value: Bound, *, least: Bound = None, most: Bound = None, above: Bound = None, below: Bound = None
 ) -> None:
     """Raise ValueError unless the number keeps all bounds that are given. None, for a number left out, keeps all."""
-    bounds = {"at least": least, "above": above, "at most": most, "below": below}
-    if value is None or (
-        (least is None or value >= least)
-        and (most is None or value <= most)
-        and (above is None or value > above)
-        and (below is None or value < below)
-    ):
-        return
-    wanted = " and ".join(f"{word} {_spell(bound)}" for word, bound in bounds.items() if bound is not None)
-    raise ValueError(f"{name} is {value}: it must be {wanted}")
+    bounds = (("at least", least, ge), ("above", above, gt), ("at most", most, le), ("below", below, lt))
+    given = [(word, bound, keeps) for word, bound, keeps in bounds if bound is not None]
+    if value is not None and not all(keeps(value, bound) for _, bound, keeps in given):
+        wanted = " and ".join(f"{word} {_spell(bound)}" for word, bound, _ in given)
+        raise ValueError(f"{name} is {value}: it must be {wanted}")
 
 
 def _spell(bound: float) -> str:

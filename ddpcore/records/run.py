@@ -34,8 +34,7 @@ def rank_files(rank: int | str) -> tuple[str, str]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of the complete checkpoint in a folder: format, step, num_ranks, config, files."""
-    manifest: dict[str, Any] = json.loads(read_file(folder / MANIFEST))["manifest"]
-    return manifest
+    return json.loads(read_file(folder / MANIFEST))["manifest"]
 
 
 RECORD = "record.jsonl"

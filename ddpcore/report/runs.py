@@ -38,7 +38,8 @@ def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
     """What came out, and all curves; groups are numbered alike in every chart, and keep their colour."""
     if not runs:
         return []
-    sections = [_about(runs, groups), _curves(groups), _statistics(groups), _losses(runs), _topologies(groups)]
+    losses = Section(title="Loss of the learners", charts=with_values(map(_losses_of, runs)))
+    sections = [_about(runs, groups), _curves(groups), _statistics(groups), losses, _topologies(groups)]
     return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
 
 
@@ -164,12 +165,8 @@ def _relative_rate(row: dict[str, Any]) -> Any:
     return rate / lr if rate is not None and lr else None
 
 
-def _losses(runs: Sequence[Run]) -> Section:
-    """The losses of the learners at each step, of the runs that recorded their steps."""
-    return Section(title="Loss of the learners", charts=with_values(map(_losses_of, runs)))
-
-
 def _losses_of(run: Run) -> Chart:
+    """The losses of the learners at each step, if the run has recorded its steps."""
     at_step: dict[int, list[float]] = {}
     for line in chain.from_iterable(run.steps.values()):
         losses = line.get("loss")

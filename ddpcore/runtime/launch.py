@@ -170,8 +170,7 @@ class _Rank(NamedTuple):
         """When it failed, whether it stopped after a signal, and its text. None without a report, or if it was read."""
         with suppress(EOFError):  # it ended without one
             if self.reports.poll():
-                found: tuple[float, bool, str] = self.reports.recv()
-                return found
+                return self.reports.recv()
         return None
 
 

@@ -12,11 +12,12 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import Self
 
 from ddpcore.storage.files import read_file, replace_file, shown
 
@@ -54,7 +55,7 @@ _JSON_TAIL = re.compile(rb',?\n  "checksum": "([0-9a-f]{8})"\n\}\n$')
 _JSON_ALMOST = re.compile(rb',\n  "checksum": |"[0-9a-f]{8}"\n\}\n$')
 
 
-class JsonLines(AbstractContextManager["JsonLines"]):
+class JsonLines:
     """A file to which JSON lines are appended; its folder is made if it is missing.
 
     Each line is one system call that writes at the end of the file. So a reader never sees half a line, and several
@@ -97,6 +98,9 @@ class JsonLines(AbstractContextManager["JsonLines"]):
     def close(self) -> None:
         """Close the file; it may be called twice."""
         self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -53,25 +53,16 @@ def _slowmo(topology: Topology | None = None, *, base: str = DPSGD.name, **optio
     return SlowMo(None if base == "none" else DPSGD(topology), **options)
 
 
+_ADAPTED = {LocalSGD.name: _adapted(LocalSGD, _local_sgd, "topology"), SlowMo.name: _adapted(SlowMo, _slowmo)}
+_CLASSES: tuple[type[Strategy | Baseline], ...] = (
+    *(SSGD, DPSGD, LocalSGD, NoLoCo, GASLoC, NoisySSGD, SlowMo),
+    *(PushSum, ExactDiffusion, GradientTracking, ADPSGD, Single, DDP),
+)
 STRATEGIES: Registry[Strategy | Baseline] = Registry(
     "strategy",
     "ddpcore.strategies",
     (Strategy, Baseline),
-    {
-        SSGD.name: SSGD,
-        DPSGD.name: DPSGD,
-        LocalSGD.name: _adapted(LocalSGD, _local_sgd, "topology"),
-        NoLoCo.name: NoLoCo,
-        GASLoC.name: GASLoC,
-        NoisySSGD.name: NoisySSGD,
-        SlowMo.name: _adapted(SlowMo, _slowmo),
-        PushSum.name: PushSum,
-        ExactDiffusion.name: ExactDiffusion,
-        GradientTracking.name: GradientTracking,
-        ADPSGD.name: ADPSGD,
-        Single.name: Single,
-        DDP.name: DDP,
-    },
+    {one.name: _ADAPTED.get(one.name, one) for one in _CLASSES},
     reserved=("topology",),
 )
 

@@ -32,9 +32,7 @@ class Complete(Static, Cyclic):
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         """All other learners, with weights 1 / n."""
         check(step, rank, num_learners)
-        others = (*range(rank), *range(rank + 1, num_learners))
-        weight = 1 / num_learners
-        return Round(weight, others, (weight,) * len(others), others)
+        return _both_ways(other for other in range(num_learners) if other != rank)
 
     def validate(self, num_learners: int, *, push_sum: bool = False) -> None:
         """Correct by construction: it would cost n^2 to check."""

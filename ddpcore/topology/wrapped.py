@@ -142,8 +142,7 @@ class Scheduled(Topology):
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         check(step, rank, num_learners)
-        turn: Round = self.stages(step).round(step, rank, num_learners)
-        return turn
+        return self.stages(step).round(step, rank, num_learners)
 
     @override
     def period(self, num_learners: int) -> int | None:

@@ -291,6 +291,9 @@ def build_trainer(
         assert handle.comm.member is not None
         rank, learners = handle.comm.member, [handle.comm.member]
     torch.manual_seed(config.run.seed + 1 + rank)  # all ranks have the same weights; from here on dropout differs
+    at_once, num = config.strategy.learners_at_once, len(placement.learners)
+    if at_once is None and num > 1 and forward_work(config, dataset, placement.world.world_size) / num < AT_ONCE_WORK:
+        at_once = num  # all, because their passes are small; None leaves it to Distributed.split
     trainer = Trainer(
         handle,
         optimizer,
@@ -305,7 +308,7 @@ def build_trainer(
         max_grad_norm=None if clips_itself(config.optimizer.name) else config.optimizer.max_grad_norm,
         autocast=torch.bfloat16 if config.model.precision == "bf16" else None,
         compile=config.model.compile,
-        at_once=config.strategy.learners_at_once or _at_once(config, dataset, placement),
+        at_once=at_once,
     )
     trainer.num_steps = 0 if handle.learner is None else handle.learner.step
     return trainer
@@ -342,12 +345,6 @@ PER_INPUT = 20  # operations for each number of the samples, for models without 
 AT_ONCE_WORK = 5e7
 """Operations of a learner's forward pass below which its memory is small, and passes in turn take up to a sixth longer
 (measured). From here on they take as long."""
-
-
-def _at_once(config: TrainConfig, dataset: Dataset, placement: LearnerPlacement) -> int | None:
-    """All virtual learners if their passes are small; None leaves it to :meth:`ddpcore.Distributed.split`."""
-    num = len(placement.learners)
-    return num if (num > 1 and forward_work(config, dataset, placement.world.world_size) / num < AT_ONCE_WORK) else None
 
 
 def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Checkpoints:
         mine = dict(zip(rank_files(self.rank), contents, strict=True))
         for name, content in mine.items():
             write_file(partial / name, content)
-        digests = self._everyone({name: _digest(content) for name, content in mine.items()})
+        digests = self._everyone({name: hashlib.sha256(content).hexdigest() for name, content in mine.items()})
         if self.members != members:
             return False
         if self.is_first:
@@ -107,7 +108,7 @@ class Checkpoints:
             "config": self.config,
             "files": files,
         }
-        text = json.dumps({"manifest": manifest, "sha256": _digest(_canonical(manifest))}, indent=1)
+        text = json.dumps({"manifest": manifest, "sha256": _digest(manifest)}, indent=1)
         write_file(partial / MANIFEST, text.encode())
         sync_folder(partial)
         if self.path(step).exists():
@@ -185,7 +186,7 @@ class Checkpoints:
         folder, safetensors = self.path(step), load_safetensors()
         try:
             outer = json.loads(read_file(folder / MANIFEST))
-            if outer["sha256"] != _digest(_canonical(outer["manifest"])):
+            if outer["sha256"] != _digest(outer["manifest"]):
                 return f"{MANIFEST} does not match its checksum"
             if outer["manifest"]["format"] != FORMAT:
                 return f"format {outer['manifest']['format']} where this version reads {FORMAT}"
@@ -206,14 +207,12 @@ class Checkpoints:
 def members_left(folder: Path) -> Membership | None:
     """The members in the last checkpoint of ranks with ``on_failure="shrink"``; None of other runs, or without one."""
     for step in reversed(steps_of(folder)):
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
             manifest = read_manifest(step_folder(folder, step))
             if "members" not in manifest:
                 return None
             first = int(nested(manifest["config"])["strategy"]["learners"])
             return Membership(tuple(map(int, manifest["members"])), first)
-        except (OSError, ValueError, KeyError, TypeError):  # damaged: loading says so
-            continue
     return None
 
 
@@ -228,10 +227,6 @@ def load_safetensors() -> Any:
     return safetensors
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _digest_of_file(path: Path) -> str:
     digest = hashlib.sha256()
     with open_file(path) as file:
@@ -240,5 +235,5 @@ def _digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _canonical(manifest: dict[str, Any]) -> bytes:
-    return json.dumps(manifest, sort_keys=True).encode()
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

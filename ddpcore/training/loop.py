@@ -33,7 +33,7 @@ def warn(line: str) -> None:
     print(f"ddpcore: {line}", file=sys.stderr, flush=True)
 
 
-class RunWriter:
+class RunWriter(JsonLines):
     """Writes the files and the progress bar of a run, on rank 0 alone. As a context manager it closes them.
 
     ``header`` is the first row of a new run; its ``total_steps`` is the length of the progress bar. ``resumed`` is the
@@ -62,8 +62,9 @@ class RunWriter:
             run |= {"config": {**nested(run["config"]), "run": header["config"]["run"]}, "total_steps": num_steps}
         out.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows if resumed is None else [*rows, resumed])
-        self._out, self._on_record, self._step = out, on_record, step
-        self._record, self._progress = JsonLines(path), ProgressReport("training", num_steps, completed=step)
+        super().__init__(path)
+        self._on_record, self._step = on_record, step
+        self._progress = ProgressReport("training", num_steps, completed=step)
 
     def __enter__(self) -> "RunWriter":
         self._progress.__enter__()
@@ -71,7 +72,7 @@ class RunWriter:
 
     def __exit__(self, *error: object) -> None:
         self._progress.__exit__()
-        self._record.close()
+        super().__exit__(*error)
 
     def advance(self, step: int, text: str) -> None:
         """Update the progress bar and the text beside it."""
@@ -80,17 +81,9 @@ class RunWriter:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the record."""
-        self._record.append(row)
+        self.append(row)
         if self._on_record is not None:
             self._on_record(to_json(row))
-
-    def sync(self) -> None:
-        """Wait until all rows are on the disk; a checkpoint must not be newer than the record."""
-        self._record.sync()
-
-    def write_model(self, content: bytes) -> None:
-        """Write the averaged model at the end, in the format of safetensors."""
-        replace_file(self._out / MODEL, content)
 
 
 class StepRecorder:
@@ -342,7 +335,7 @@ class Loop:
             return
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         if self.config.run.save_nonfinite or is_finite(tensors.values()):
-            self.writer.write_model(load_safetensors().torch.save(tensors))
+            replace_file(self.writer.path.with_name(MODEL), load_safetensors().torch.save(tensors))
         row = {
             "kind": "end", "step": self.trainer.num_steps,
             "diverged": progress.diverged, "diverged_reason": progress.reason, "accuracy": progress.accuracy,
@@ -385,7 +378,7 @@ class Loop:
         raises = self.config.strategy.on_nonfinite == "raise"
         self._write_rows(0 if raises else self._most(len(self.trainer.handle.nonfinite)))
         if self.writer is not None:
-            self.writer.sync()
+            self.writer.sync()  # a checkpoint must not be newer than the record
         best = self.progress.best
         self.checkpoints.save(
             self.trainer.num_steps,

@@ -1,7 +1,6 @@
 """Statistics and flatness of a run: the samples that they use, and the lines that they add to the record."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch.nn.functional as F
@@ -68,9 +67,7 @@ class Measurements:
         for kind, source in (("statistics", self.noise), ("hessian", self.hessian)):
             records = [] if source is None else source.records[self._num_seen[kind] :]
             self._num_seen[kind] += len(records)
-            for record in records:
-                names = [item.name for item in fields(record) if item.name != "segments"]
-                rows.append({"kind": kind, **{item: getattr(record, item) for item in names}})
+            rows += [{"kind": kind} | {k: v for k, v in vars(one).items() if k != "segments"} for one in records]
         return rows
 
     def state_dict(self) -> dict[str, Any] | None:
