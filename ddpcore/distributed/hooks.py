@@ -349,9 +349,9 @@ class HookedDistributed(Distributed):
 
     def _check_complete(self) -> None:
         """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
-        buckets, plan = self._buckets, self.strategy.plan(self.learner.step)
+        buckets, watch, plan = self._buckets, self._watch, self.strategy.plan(self.learner.step)
         self._samples.check()
-        is_due = self._watch.averaged and not self._watch.has_average and plan.averages_gradients
+        is_due = (watch.averaged or watch.had_pause) and not watch.has_average and plan.averages_gradients
         if buckets is not None and is_due and buckets.lacking_rows:
             rows = ", ".join(map(str, buckets.lacking_rows))
             raise RuntimeError(

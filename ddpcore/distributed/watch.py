@@ -35,7 +35,7 @@ class LoopWatch:
     ``found`` lists gradients that were not finite, by step. Averages are in the list of all ranks, and a gradient of
     one learner is in the list of its process. If the average of a group is not finite, a rank names its own learners
     whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
-    ``averaged``: they are, or the loop has asked for no average.
+    ``averaged``: they are, or need not be: a context that asks for no average is open.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -198,8 +198,8 @@ class LoopWatch:
         if self.resets is not None:
             self.resets.restart()
         self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
-        self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
-        self.has_average = False
+        self.averaged = self._num_pauses > 0  # whether this step has averaged, or may leave it out
+        self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
@@ -216,7 +216,8 @@ class LoopWatch:
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
-        self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
+        self.averaged = self.has_average or self._num_pauses > 0 or self.learner.comm.num_learners == 1
+        self.had_pause |= num_gradients > 0 and self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
     def check_alike(self) -> None:
@@ -257,6 +258,11 @@ class LoopWatch:
         unchanged = list(map(_version_of, averages)) == self._stepped
         for parameter, average in zip(self._flat.parameters, averages, strict=True):
             if parameter.grad is not None and not (unchanged and parameter.grad is average):
+                if self.had_pause:
+                    raise RuntimeError(
+                        f"{self._strategy.name}: all backward passes of this step were inside no_sync(), so nothing "
+                        "was averaged: run the last one outside, also of a shorter last window, or call step() inside"
+                    )
                 virtual = ", once a learner, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
                 raise RuntimeError(
                     f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "

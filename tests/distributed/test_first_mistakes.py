@@ -101,8 +101,8 @@ def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
             if way == "between them":
                 model.zero_grad(to_none)
             outputs.square().mean(dim=(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
+            optimizer.step()
     assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
     optimizer.zero_grad(to_none)
     handle.model(x).square().mean(dim=(1, 2)).sum().backward()
