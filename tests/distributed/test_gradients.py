@@ -415,12 +415,16 @@ def test_momentum_survives_a_first_step_without_synchronisation() -> None:
 
         chain = Chain(model)
         handle = ddpcore.distribute(chain, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
+        handle.model(training.samples(2, 4)[0])
+        optimizer.step()  # without a backward pass, which says nothing about the order
+        assert not handle._laid_out
         for step in range(4):
             inputs, labels = training.samples(2, 4, seed=step)
             optimizer.zero_grad()
             with handle.no_sync() if step < 2 else nullcontext():
                 training.loss_of(handle.model(inputs), labels).backward()
                 optimizer.step()
+        assert handle._laid_out
         ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
 
