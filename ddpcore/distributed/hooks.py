@@ -320,8 +320,7 @@ class HookedDistributed(Distributed):
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        has_pass = closure is not None or self._watch.num_passes > 0
-        self._is_training = has_pass or not creates_states_only(self.learner.optimizer)
+        self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
             return
         try:
