@@ -87,6 +87,18 @@ def check_optimizer(optimizer: object, learners: int | None) -> None:
         raise ValueError(f"{name} wraps another optimizer and has no step hooks: pass the optimizer that it wraps")
 
 
+def creates_states_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step without a forward pass has only learning rates and gradients of zero.
+
+    ``torch.distributed.checkpoint`` takes such a step to make the optimizer create its states.
+    """
+    groups = optimizer.param_groups
+    if not all("lr" in group and float(group["lr"]) == 0 for group in groups):
+        return False
+    gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
+    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+
+
 def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError in torch's ``get_state_dict`` for the model of one virtual learner, which names no others."""
     for frame in callers(sys._getframe()):

@@ -28,10 +28,10 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import check_state_caller, outside_modes
+from ddpcore.distributed.guards import check_state_caller, creates_states_only, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
-from ddpcore.distributed.samples import SampleWatch
+from ddpcore.distributed.samples import SampleWatch, has_gradients
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
@@ -282,15 +282,17 @@ class HookedDistributed(Distributed):
         if not self.strategy.plan(self.learner.step).averages_gradients:
             return
         self._watch.check_alike()  # here, because all learners have just met
-        for observer in self.observers:
-            observer.gradients_averaged(self.learner)
         flat, comm = self.learner.flat, self.learner.comm
         if not self._laid_out and self._new_order is None:  # rank 0's order of gradients, for the buckets
-            complete = order + sorted(set(range(len(flat.segments))).difference(order))
+            num = len(flat.segments)
+            complete = order + sorted(set(range(num)).difference(order)) if order else [-1] * num
             agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
             comm.broadcast_(agreed)
-            self._new_order = list(map(int, agreed[0].tolist()))
+            self._new_order = list(map(int, agreed[0].tolist())) if agreed[0, 0] >= 0 else None
         self._give_averages()
+        if any(parameter.grad is not None for parameter in flat.parameters):  # else no learner had a pass
+            for observer in self.observers:
+                observer.gradients_averaged(self.learner)
         self._watch.note_average()
         self._samples.note_average(of_all=self.strategy.plan(self.learner.step).covers_all_learners)
 
@@ -318,7 +320,7 @@ class HookedDistributed(Distributed):
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        self._is_training = closure is not None or not self._watch.creates_states_only()
+        self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
             return
         try:
@@ -340,18 +342,14 @@ class HookedDistributed(Distributed):
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
         has_no_samples = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()
-        takes_part = watch.num_passes > 0 or bool(counts_L.isnan().any())  # NaN: num_samples is not set
-        if not has_no_samples and (watch.averaged or not takes_part):
-            return
-        grads = [] if has_no_samples or learner.flat.shards else [p.grad for p in learner.flat.parameters]
-        if not any(grad is not None and bool(grad.any()) for grad in grads):
+        if has_no_samples or not (watch.averaged or watch.needs_none() or has_gradients(learner.flat, shared=True)):
             buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
         """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
-        buckets, plan = self._buckets, self.strategy.plan(self.learner.step)
+        buckets, watch, plan = self._buckets, self._watch, self.strategy.plan(self.learner.step)
         self._samples.check()
-        is_due = self._watch.averaged and not self._watch.has_average and plan.averages_gradients
+        is_due = (watch.averaged or watch.had_pause) and not watch.has_average and plan.averages_gradients
         if buckets is not None and is_due and buckets.lacking_rows:
             rows = ", ".join(map(str, buckets.lacking_rows))
             raise RuntimeError(

@@ -44,7 +44,7 @@ class SampleWatch:
 
     def forget_reset(self) -> None:
         """Begin anew if the program has set all gradients to None or to zero."""
-        (self.renew if not self._passes or self._has_gradients() else self.clear)()
+        (self.renew if not self._passes or has_gradients(self._flat) else self.clear)()
 
     def renew(self) -> None:
         """Gradients have moved into the flat buffer, or the program has put others in their place."""
@@ -60,7 +60,7 @@ class SampleWatch:
     @property
     def is_anew(self) -> bool:
         """Whether the loop has set numbers for a new step: since then no average has ended, and no gradient is left."""
-        return self.is_on and not self._is_averaged and not self._has_gradients()
+        return self.is_on and not self._is_averaged and not has_gradients(self._flat)
 
     def check(self) -> None:
         """RuntimeError: gradients of other numbers were added, or the numbers are others now."""
@@ -69,9 +69,6 @@ class SampleWatch:
                 f"{self._name}: num_samples was another one in another pass of this step, whose gradients are added: "
                 "set it to the samples of all passes, and divide their losses by it, or to None to leave a step out"
             )
-
-    def _has_gradients(self) -> bool:
-        return any(one.grad is not None and _is_nonzero(one.grad) for one in self._flat.parameters)
 
     def _is_other(self, parameter: Tensor) -> bool:
         ref, counts, is_sparse = self._passes.get(id(parameter), (None, None, False))
@@ -93,5 +90,10 @@ class SampleWatch:
             self._note(parameter)
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
-    return bool((gradient._values() if gradient.is_sparse else local(gradient)).any())
+def has_gradients(flat: FlatParameters, *, shared: bool = False) -> bool:
+    """Whether a gradient is not zero. If ``shared``, also one of another shard of the learner: collective over them."""
+    gradients = [parameter.grad for parameter in flat.parameters if parameter.grad is not None]
+    found = any(bool((one._values() if one.is_sparse else local(one)).any()) for one in gradients)
+    if not shared or flat.shards is None:
+        return found
+    return bool(flat.shards.add_(torch.tensor(float(found), dtype=torch.float64, device=flat.param_LP.device)))

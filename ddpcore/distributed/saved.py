@@ -153,14 +153,31 @@ def _moved_moments(
         for index, place in enumerate(trained):
             places = [place, *range(len(of_first) + index, len(saved["params"]), len(trained))]
             found = [state["state"].get(saved["params"][one]) for state in states for one in places]
-            if moments == "reset" or any(one is None for one in found):
+            if moments == "reset" or all(one is None for one in found):
                 continue
             mine = (place, *range(len(of_first) + index, len(own["params"]), len(trained)))
-            moved = {name: _moved([one[name] for one in found], sources, len(mine)) for name in found[0]}
-            for number, one in enumerate(mine):
-                merged[numbers["params"][one]] = {name: copy.deepcopy(of[number]) for name, of in moved.items()}
+            if sources is None:
+                moved = [_mean_states(found, of_first[place].shape)] * len(mine)
+            else:
+                moved = [found[source] for source in sources]
+            for number, its in zip(mine, moved, strict=True):
+                if its is not None:
+                    merged[numbers["params"][number]] = copy.deepcopy(its)
     groups = [{**saved, "params": one["params"]} for saved, one in zip(states[0]["param_groups"], packed, strict=True)]
     return {**states[0], "state": merged, "param_groups": groups}
+
+
+def _mean_states(found: Sequence[dict[str, Any] | None], shape: torch.Size) -> dict[str, Any]:
+    """The means of a parameter's states. A learner that has none has zeros, and master weights then begin anew."""
+    known = [one for one in found if one is not None]
+    means, num_lacking = {}, len(found) - len(known)
+    for name, first in known[0].items():
+        if name == "master" and num_lacking:
+            continue
+        has_zeros = isinstance(first, Tensor) and first.shape == shape and name != "step"
+        zeros = [torch.zeros_like(first)] * num_lacking if has_zeros else []
+        means[name] = _moved([one[name] for one in known] + zeros, None, 1)[0]
+    return means
 
 
 def _moved(values: Sequence[Any], sources: Sequence[int] | None, num: int) -> list[Any]:

@@ -190,7 +190,8 @@ class StateSync:
                 else:
                     rows_LX += comm.exchange(rows_LX, topology, step).differences(rows_LX)
             parts = rows_LX.view(-1).split([tensor.numel() for tensor in alike])
-            torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
+            with torch.inference_mode(any(map(Tensor.is_inference, alike))):  # states of a step inside this mode
+                torch._foreach_copy_(alike, [part.reshape(t.shape) for part, t in zip(parts, alike, strict=True)])
 
     def _move_states(self, policy: str, names: Sequence[str] | None = None) -> None:
         """Average all states, or those of some names. A learner that has none yet takes part with zeros. Collective."""

@@ -35,7 +35,7 @@ class LoopWatch:
     ``found`` lists gradients that were not finite, by step. Averages are in the list of all ranks, and a gradient of
     one learner is in the list of its process. If the average of a group is not finite, a rank names its own learners
     whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
-    ``averaged``: they are, or the loop has asked for no average.
+    ``averaged``: they are, or need not be: a context that asks for no average is open.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -97,17 +97,6 @@ class LoopWatch:
     def has_called(self, frame: FrameType) -> bool:
         """Whether the outermost call has called ``frame``."""
         return self._frame is not None and any(one is self._frame for one in callers(frame))
-
-    def creates_states_only(self) -> bool:
-        """Whether there was no forward pass, and all learning rates and all gradients are zero.
-
-        ``torch.distributed.checkpoint`` takes such a step to make the optimizer create its states.
-        """
-        groups = self.learner.optimizer.param_groups
-        if self.num_passes or not all("lr" in group and float(group["lr"]) == 0 for group in groups):
-            return False
-        gradients = [parameter.grad for group in groups for parameter in group["params"] if parameter.grad is not None]
-        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     # ---- before a forward pass ----
 
@@ -198,8 +187,8 @@ class LoopWatch:
         if self.resets is not None:
             self.resets.restart()
         self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
-        self.averaged = self._began_paused = self._num_pauses > 0  # whether this step has averaged, or may leave it out
-        self.has_average = False
+        self.averaged = self._num_pauses > 0  # whether this step has averaged, or may leave it out
+        self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
@@ -216,7 +205,8 @@ class LoopWatch:
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
-        self.averaged &= self._num_pauses > 0 or not self._began_paused or self.num_passes > 0
+        self.averaged = self.has_average or self._num_pauses > 0 or self.learner.comm.num_learners == 1
+        self.had_pause |= num_gradients > 0 and self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
     def check_alike(self) -> None:
@@ -251,17 +241,32 @@ class LoopWatch:
         found = (None if ref is None else ref() for ref in refs)
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
-    def _check_averaged(self) -> None:
-        """Check, if no backward pass averaged gradients, that a step only repeats the last step's averages."""
+    def needs_none(self) -> bool:
+        """Whether a step needs no average: no pass, and the gradients of the last step, or none and no other rank."""
+        comm, grads = self.learner.comm, map(_gradient_of, self._flat.parameters)
+        has_some = any(grad is not None for grad in grads) or len(comm.learners) == comm.num_learners
+        return has_some and not self.num_passes and not self._has_others()
+
+    def _has_others(self) -> bool:
+        """Whether there are gradients that are not the last step's averages."""
         averages = self._averages()
         unchanged = list(map(_version_of, averages)) == self._stepped
-        for parameter, average in zip(self._flat.parameters, averages, strict=True):
-            if parameter.grad is not None and not (unchanged and parameter.grad is average):
-                virtual = ", once a learner, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
-                raise RuntimeError(
-                    f"{self._strategy.name}: gradients were set or changed without a backward pass and so not "
-                    f"averaged: call backward() before step(){virtual if self._flat.num_rows > 1 else ''}"
-                )
+        pairs = zip(map(_gradient_of, self._flat.parameters), averages, strict=True)
+        return any(grad is not None and not (unchanged and grad is average) for grad, average in pairs)
+
+    def _check_averaged(self) -> None:
+        """Check, if no backward pass averaged gradients, that a step only repeats the last step's averages."""
+        if not self.had_pause and not self._has_others():  # shards of FSDP2 add up without a new version
+            return
+        why = "gradients were set or changed without a backward pass and so not averaged: call backward() before step()"
+        if self.had_pause:
+            why = (
+                "all backward passes of this step were inside no_sync(), so nothing was averaged: run the last one "
+                "outside, also of a shorter last window, or call step() inside"
+            )
+        elif self._flat.num_rows > 1:
+            why += ", once a learner, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
+        raise RuntimeError(f"{self._strategy.name}: {why}")
 
     def _check_rows(self) -> bool:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""

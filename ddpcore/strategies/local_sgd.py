@@ -89,8 +89,8 @@ class LocalSGD(GradientAverages):
             and momenta (2605.28585, abstract); 0: never.
         weights: p, how much each learner counts: ``m = sum_k p_k v_k / sum_k p_k``. Numbers; ``samples``, those since
             the last average, where the loop sets ``handle.num_samples`` in each step; or ``tokens``, samples x samples
-            / steps (Decoupled DiLoCo, 2604.21428). With ``topology`` take :class:`~ddpcore.Weighted` instead. In
-            groups, and before ``switch_step``, gradients are weighted as in :class:`SSGD`.
+            / steps (2604.21428). An evaluation between two averages takes the last one's. With ``topology`` take
+            :class:`~ddpcore.Weighted`. In groups, and before ``switch_step``, gradients are weighted as in ssgd.
         error_decay: beta, the share of what a message lost that is added to the next one (error feedback; SparseLoCo,
             2508.15706, with ``SparseTopK()`` and beta 0.95).
 

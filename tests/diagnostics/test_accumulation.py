@@ -141,6 +141,10 @@ def test_one_virtual_learner_accumulates():
         handle.model(torch.randn(1, 8, 3)).square().mean().backward()
         optimizer.step()
     assert [(r.valid, r.num_learners) for r in statistics.records] == [(True, 2), (True, 2)]
+    optimizer.zero_grad()
+    with handle.no_sync():
+        handle.model(torch.randn(1, 8, 3)).square().mean().backward()
+    optimizer.step()  # one learner needs no average
 
 
 def test_closing_takes_the_hooks_away():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -101,8 +102,8 @@ def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
             if way == "between them":
                 model.zero_grad(to_none)
             outputs.square().mean(dim=(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="gradients of learner 0 alone were reset after the last step"):
+            optimizer.step()
     assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
     optimizer.zero_grad(to_none)
     handle.model(x).square().mean(dim=(1, 2)).sum().backward()
@@ -249,17 +250,23 @@ def test_parts_of_the_model_of_learner_0(make, call):
 )
 @pytest.mark.parametrize("inside", [range(6), (0, 3)])
 def test_steps_and_states_in_inference_mode(make, inside):
-    """They have the bits of steps outside of it; what strategies keep was of a mode in which nothing else may write."""
-    ends = []
+    """They have the bits of steps outside of it; what strategies keep was of a mode in which nothing else may write.
+
+    So were states of torch's optimizers, which policies average.
+    """
+    ends, is_torchs = [], len(inside) == 6
+    policies = ddpcore.Policies(momentum="average") if is_torchs else None
+    kind = partial(torch.optim.SGD, momentum=0.9) if is_torchs else ddpcore.optim.FusedSGD
+    inputs = torch.arange(L * 30.0).view(L, 6, 5) / 100
     for is_inside in (True, False):
         model = nn.Linear(5, 3)
         nn.init.constant_(model.weight, 0.1)
         nn.init.constant_(model.bias, 0.2)
-        optimizer = ddpcore.optim.FusedSGD(model.parameters(), lr=0.1)
-        handle = ddpcore.distribute(model, optimizer, make(), learners=L)
+        optimizer = kind(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, make(), learners=L, policies=policies)
         for step in range(6):
             optimizer.zero_grad()
-            handle.model(torch.ones(L, 6, 5)).square().mean(dim=(1, 2)).sum().backward()
+            handle.model(inputs).square().mean(dim=(1, 2)).sum().backward()
             with torch.inference_mode(is_inside and step in inside):
                 if step == 3:
                     handle.load_state_dict(handle.state_dict())

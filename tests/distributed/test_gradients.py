@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +204,26 @@ def test_a_learner_with_all_its_passes_inside_no_sync_is_refused() -> None:
         optimizer.step()
 
 
-def test_nested_no_sync_stays_paused() -> None:
-    model = training.mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    inputs, labels = training.samples(2, 4)
-    with handle.no_sync():
+def test_nested_no_sync_stays_paused_and_a_step_without_an_average_is_refused() -> None:
+    """As of a shorter last window of passes. One more pass outside averages them all."""
+    strategies = [ddpcore.SSGD(), ddpcore.SSGD(weights=[1, 3]), ddpcore.NoisySSGD(0.01)]
+    strategies += [ddpcore.LocalSGD(9, switch_step=9), ddpcore.LocalSGD(9, group=2)]
+    for strategy in strategies:
+        model = training.mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+        inputs, labels = training.samples(2, 4)
         with handle.no_sync():
-            pass
+            with handle.no_sync():
+                pass
+            training.loss_of(handle.model(inputs), labels).backward()
+        first, second = (next(one.parameters()).grad for one in handle.models)
+        assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
+        with pytest.raises(RuntimeError, match=r"all backward passes of this step were inside no_sync\(\)"):
+            optimizer.step()
         training.loss_of(handle.model(inputs), labels).backward()
-    first, second = (next(one.parameters()).grad for one in handle.models)
-    assert not torch.equal(first, second), "gradients were averaged inside no_sync()"
+        optimizer.step()
+        assert torch.equal(*training.weights_of_learners(handle)), strategy
 
 
 def _of_two() -> tuple[torch.optim.Optimizer, ddpcore.Distributed, torch.Tensor, torch.Tensor]:
@@ -405,15 +415,16 @@ def test_momentum_survives_a_first_step_without_synchronisation() -> None:
 
         chain = Chain(model)
         handle = ddpcore.distribute(chain, optimizer, ddpcore.SSGD(), learners=2, **connected(**training.SMALL))
+        handle.model(training.samples(2, 4)[0])
+        optimizer.step()  # without a backward pass, which says nothing about the order
+        assert not handle._laid_out
         for step in range(4):
             inputs, labels = training.samples(2, 4, seed=step)
             optimizer.zero_grad()
-            if step < 2:
-                with handle.no_sync():
-                    training.loss_of(handle.model(inputs), labels).backward()
-            else:
+            with handle.no_sync() if step < 2 else nullcontext():
                 training.loss_of(handle.model(inputs), labels).backward()
-            optimizer.step()
+                optimizer.step()
+        assert handle._laid_out
         ends.append(training.weights_of_learners(handle))
     training.assert_near(*ends)
 

@@ -76,9 +76,18 @@ def test_another_number_of_learners(tmp_path: Path, moments: str) -> None:
 
 @pytest.mark.parametrize("learners", [2, 5])
 def test_each_from_the_nearest_old_learner(learners: int) -> None:
-    """Learner j of m starts from learner 3 j // m: its weights, buffers and moments."""
+    """Learner j of m starts from learner 3 j // m: its weights, buffers and moments, of which it may have some."""
     three, old = begin(3)
     train(three, old, 0, 3)
+    lacking, *full = (next(model.parameters()) for model in three.models)
+    del old.state[lacking]
+    other, optimizer = begin(learners)
+    load_run_state(other, [run_state(three)])
+    for name in ("exp_avg", "exp_avg_sq"):
+        expected = torch.stack([old.state[one][name] for one in full]).double().sum(0).div(3).float()
+        for model in other.models:
+            torch.testing.assert_close(optimizer.state[next(model.parameters())][name], expected)
+            assert int(optimizer.state[next(model.parameters())]["step"]) == 3
     other, optimizer = begin(learners)
     load_run_state(other, [run_state(three)], weights="nearest")
     sources = [0, 1] if learners == 2 else [0, 0, 1, 1, 2]
@@ -86,7 +95,8 @@ def test_each_from_the_nearest_old_learner(learners: int) -> None:
         for name, value in three.models[source].state_dict().items():
             assert torch.equal(model.state_dict()[name], value), name
         for parameter, its in zip(model.parameters(), three.models[source].parameters(), strict=True):
-            for name in ("exp_avg", "exp_avg_sq"):
+            assert its is not lacking or not any(map(torch.any, optimizer.state.get(parameter, {}).values()))
+            for name in ("exp_avg", "exp_avg_sq") if its is not lacking else ():
                 assert old.state[its][name].any() and torch.equal(
                     optimizer.state[parameter][name], old.state[its][name]
                 )

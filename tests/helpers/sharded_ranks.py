@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -149,7 +150,10 @@ def average(tensors: list[Any], place: Place) -> None:
 
 
 def accumulated(place: Place) -> dict[str, bool]:
-    """Micro-batches with ``no_sync`` and with ``set_requires_gradient_sync`` have the bits of averages by hand."""
+    """Micro-batches with ``no_sync`` and with ``set_requires_gradient_sync`` have the bits of averages by hand.
+
+    Learner 1 has no pass in a last step. A step whose passes were all inside ``no_sync`` is refused after that.
+    """
     found = {}
     for way in ("by_hand", "no_sync", "of_fsdp"):
         model = sharded(net(), place.mesh["shard"])
@@ -174,7 +178,20 @@ def accumulated(place: Place) -> dict[str, bool]:
             if way == "by_hand":
                 average([p.grad for p in model.parameters()], place)
             optimizer.step()
+        optimizer.zero_grad()
+        if place.learner == 0:
+            cross_entropy(model(x), y).backward()
+        if way == "by_hand":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            average([p.grad for p in model.parameters()], place)
+        optimizer.step()
         found[way] = weights(model)
+        if way == "no_sync":
+            with handle.no_sync():
+                cross_entropy(model(x), y).backward()
+            with pytest.raises(RuntimeError, match=r"were inside no_sync\(\)"):
+                optimizer.step()
     return {
         way: distance(found[way], found["by_hand"]) <= (0 if way == "no_sync" else 1e-6)
         for way in ("no_sync", "of_fsdp")

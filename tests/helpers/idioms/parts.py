@@ -66,17 +66,20 @@ def _average_used(model: nn.Module) -> None:
 
 
 def _without_a_pass(run: Run, places: tuple[tuple[int, int], ...]) -> None:
-    """A learner has no backward pass in a step, such as for an empty batch: the average has its zeros."""
+    """A learner has no backward pass in a step, such as for an empty batch: the average has its zeros.
+
+    In every second step it has no forward pass either.
+    """
     model = net()
     run.distribute(model, sgd(model, weight_decay=0.1))
     for step in range(5):
-        run.optimizer.zero_grad()
+        run.optimizer.zero_grad(set_to_none=step != 3)
         losses = [
             nn.functional.cross_entropy(one(inputs), torch.zeros(4, dtype=torch.long))
             for row, (one, inputs) in enumerate(run.each(step))
             if ((row if run.world == "virtual" else run.rank), step) not in places
         ]
-        if not losses:
+        if not losses and step % 2 == 0:
             with torch.no_grad() if run.is_plain else nullcontext():
                 run.inner(torch.zeros(4, 5))
         if run.is_plain and run.strategy == "ssgd":
@@ -91,7 +94,7 @@ def _without_a_pass(run: Run, places: tuple[tuple[int, int], ...]) -> None:
 for where, places in {
     "one_learner": ((1, 2),),
     "the_first_step": ((0, 0),),
-    "all_learners": ((0, 2), (1, 2)),
+    "all_learners": ((0, 1), (1, 1), (0, 2), (1, 2)),
     "both_in_turn": ((0, 1), (1, 3)),
 }.items():
     worlds = ("ranks", "virtual") if where == "all_learners" else ("ranks",)
