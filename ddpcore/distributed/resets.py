@@ -16,6 +16,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
+Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
 
 class ResetWatch:
@@ -67,8 +68,8 @@ class ResetWatch:
             self.current = current
             self._begin_pass(parameter)
 
-    def hook(self, noted: dict[int, int]) -> Callable[[Tensor], None]:
-        """A hook of a parameter, called after its gradient came. It notes the version by the id of the parameter."""
+    def hook(self, noted: Noted) -> Callable[[Tensor], None]:
+        """A hook of a parameter, called after its gradient came, which it notes."""
         exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
         return partial(_note, noted, self)
 
@@ -87,6 +88,11 @@ class ResetWatch:
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
             self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
 
+    def begins_anew(self, parameter: Tensor) -> bool:
+        """Whether no other parameter has a gradient."""
+        flat = self._flat()
+        return flat is not None and all(one.grad is None or one is parameter for one in flat.parameters)
+
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""
         if 0 < len(self._reset) < self._num_rows:
@@ -98,13 +104,15 @@ class ResetWatch:
             )
 
 
-def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:
+def _note(noted: Noted, resets: ResetWatch, parameter: Tensor) -> None:
     if (current := torch._C._current_graph_task_id()) == resets.whole:
         return
     if current != resets.current:
         resets.note(parameter)
+        if id(parameter) in noted and resets.begins_anew(parameter):
+            noted.clear()  # after zero_grad() in place of a step
     if (grad := parameter.grad) is not None:
-        noted[id(parameter)] = grad._version
+        noted[id(parameter)] = weakref.ref(grad), grad._version
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:

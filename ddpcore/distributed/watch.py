@@ -4,6 +4,7 @@ Errors name the cause, and come before a step changes any weight. docs/performan
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from types import FrameType
@@ -17,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import EVERY, FIRST, bits_of, check_alike, sampled_columns
 from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
-from ddpcore.distributed.resets import ResetWatch, check_modes, check_norms
+from ddpcore.distributed.resets import Noted, ResetWatch, check_modes, check_norms
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -57,7 +58,7 @@ class LoopWatch:
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
-        self._noted: dict[int, int] = {}  # versions of gradients after a virtual learner's last pass, by parameter id
+        self._noted: Noted = {}  # gradients after a virtual learner's last pass
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._traits = strategy.traits  # read once, because each read makes them anew
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
@@ -241,7 +242,7 @@ class LoopWatch:
 
     def _note_all(self) -> None:
         pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
-        self._noted |= {key: grad._version for key, grad in pairs if grad is not None}
+        self._noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""
@@ -267,10 +268,12 @@ class LoopWatch:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
         flat, noted = self._flat, dict(self._noted)
         self._noted.clear()  # the hooks hold this object
-        grads = map(_gradient_of, flat.parameters) if noted else ()
-        pairs = zip(flat.index, grads, strict=False)
-        versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
-        changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
+        grads = dict(zip(flat.index, map(_gradient_of, flat.parameters), strict=True)) if noted else {}
+        changed = [
+            flat.index[key]
+            for key, (ref, version) in noted.items()
+            if (grad := grads[key]) is None or grad is not ref() or _version_of(grad) != version
+        ]
         if not changed:
             return True
         num = len(flat.segments)
