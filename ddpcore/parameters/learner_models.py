@@ -144,7 +144,7 @@ class LearnerModels(nn.Module):
         num, parameters = len(flat.segments), flat.parameters
         if len(rows) < flat.num_rows:
             parameters = parameters[rows.start * num : rows.stop * num]
-        one = Pass(flat, rows, parameters, self._token if any(map(_is_trained, flat.parameters)) else None)
+        one = Pass(flat, rows, parameters, self._token if all(map(_is_trained, flat.parameters)) else None)
         return one, _apply_rows(one.token, one, *parameters)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:

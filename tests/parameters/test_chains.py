@@ -177,6 +177,18 @@ def frozen_later(models: LearnerModels, inputs: Tensor) -> None:
     outputs.sum().backward()
 
 
+def unfrozen(models: LearnerModels, inputs: Tensor) -> None:
+    """As the layers of a GAN that are frozen in the forward pass alone."""
+    frozen = [next(p for p in reversed([*model.parameters()]) if p.requires_grad) for model in models.models]
+    for p in frozen:
+        p.requires_grad_(False)
+    outputs = models(inputs)
+    for p in frozen:
+        p.requires_grad_(True)
+    outputs.sum().backward()
+    assert all(p.grad is None for p in frozen)
+
+
 def gradients_alone(models: LearnerModels, inputs: Tensor) -> list[Tensor]:
     """``torch.autograd.grad`` writes no ``.grad``."""
     trained = [p for p in models.parameters() if p.requires_grad]
@@ -225,7 +237,7 @@ LOOPS: list[Loop] = [
         inside_another,
     ),
     *(some_learners, a_hook, frozen_later, gradients_alone, second_derivatives, many_gradients, of_the_inputs),
-    *(with_a_graph, some_inputs_only),
+    *(with_a_graph, some_inputs_only, unfrozen),
 ]
 
 
