@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hooks import own_hooks
 
 _version_of = attrgetter("_version")
 ALIGNED = 64  # bytes, at which torch begins the memory of a tensor
@@ -118,7 +119,11 @@ def run_chain(
             if values.dim() == 3:
                 values = _apply_linear(values, weight, bias, one, places)
             else:
+                is_saved = values.requires_grad and at is not None  # the weight, whose gradient goes to the inputs
                 values = torch.stack(_products(values, weight, bias))
+                if is_saved:
+                    with own_hooks():
+                        values.register_hook(lambda _, at=at: one.check_weights(at))
         elif isinstance(first, nn.Flatten):
             values = values.flatten(*(dim + (dim >= 0) for dim in (first.start_dim, first.end_dim)))
         elif exact and not isinstance(first, _SAME_BITS):
