@@ -181,31 +181,49 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        models = [self.models[place] for place in self.rows]
+        models, rows = [self.models[place] for place in self.rows], _InputRows()
         if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
-            results = [model(_row_of(inputs[0], row)) for row, model in enumerate(models)]
+            results = [model(rows.take(inputs[0], row)) for row, model in enumerate(models)]
             if all(isinstance(result, Tensor) for result in results):
-                return torch.stack(results)
+                return rows.watch(torch.stack(results))
         else:
             results = []
             for row, model in enumerate(models):
-                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
+                args, kwargs = tree_map_only(Tensor, lambda x: rows.take(x, row), (inputs, named_inputs))  # noqa: B023
                 results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
         leaves = [
-            torch.stack(values) if all(isinstance(value, Tensor) for value in values) else list(values)
+            rows.watch(torch.stack(values)) if all(isinstance(value, Tensor) for value in values) else list(values)
             for values in zip(*(found for found, _ in flattened), strict=True)
         ]
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _row_of(tensor: Tensor, row: int) -> Tensor:
-    """The input of one learner, with a version of its own, because a first layer may change it in place."""
-    if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
-        return tensor[row]
-    return tensor.data[row]
+class _InputRows:
+    """The inputs of each learner, with versions of their own, because a first layer may change them in place."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Tensor, int, Tensor]] = []  # with the version of all learners' input
+
+    def take(self, tensor: Tensor, row: int) -> Tensor:
+        if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+            return tensor[row]
+        own = tensor.data[row]
+        if torch.is_grad_enabled() and not tensor.is_inference():
+            self._taken.append((tensor, tensor._version, own))
+        return own
+
+    def watch(self, output: Tensor) -> Tensor:
+        """The output. Autograd refuses its backward pass if the program has changed inputs, which the graph saved."""
+        if output.requires_grad and self._taken:
+            with own_hooks():
+                output.register_hook(self._check)
+        return output
+
+    def _check(self, gradient: Tensor) -> None:
+        torch.autograd.graph.increment_version([own for given, num, own in self._taken if given._version != num])
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:
