@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
+_gradient_of = attrgetter("grad")
 Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
 
@@ -33,6 +34,7 @@ class ResetWatch:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self.current = -1  # autograd's number of the current backward pass
         self.whole = -1  # of the last one in which the gradients of all came together
+        self.noted: Noted = {}  # gradients after a learner's last pass
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
         self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
@@ -68,14 +70,28 @@ class ResetWatch:
             self.current = current
             self._begin_pass(parameter)
 
-    def hook(self, noted: Noted) -> Callable[[Tensor], None]:
+    def note_whole(self) -> None:
+        """The gradients of all have come together."""
+        self.whole = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self.note_all)  # a penalty may add to some till then
+
+    def note_all(self) -> None:
+        """Note the gradients of all."""
+        if (flat := self._flat()) is not None:
+            pairs = zip(flat.index, map(_gradient_of, flat.parameters), strict=True)
+            self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
+
+    def hook(self) -> Callable[[Tensor], None]:
         """A hook of a parameter, called after its gradient came, which it notes."""
         exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
-        return partial(_note, noted, self)
+        return partial(_note, self)
 
     def _begin_pass(self, first: Tensor | None) -> None:
-        flat = self._flat()
-        if flat is None or not self._sample:
+        if (flat := self._flat()) is None:
+            return
+        if id(first) in self.noted and all(one.grad is None or one is first for one in flat.parameters):
+            self.noted.clear()  # after zero_grad() in place of a step
+        if not self._sample:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         now = self._read()
@@ -88,11 +104,6 @@ class ResetWatch:
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
             self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
 
-    def begins_anew(self, parameter: Tensor) -> bool:
-        """Whether no other parameter has a gradient."""
-        flat = self._flat()
-        return flat is not None and all(one.grad is None or one is parameter for one in flat.parameters)
-
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""
         if 0 < len(self._reset) < self._num_rows:
@@ -104,15 +115,13 @@ class ResetWatch:
             )
 
 
-def _note(noted: Noted, resets: ResetWatch, parameter: Tensor) -> None:
+def _note(resets: ResetWatch, parameter: Tensor) -> None:
     if (current := torch._C._current_graph_task_id()) == resets.whole:
         return
     if current != resets.current:
         resets.note(parameter)
-        if id(parameter) in noted and resets.begins_anew(parameter):
-            noted.clear()  # after zero_grad() in place of a step
     if (grad := parameter.grad) is not None:
-        noted[id(parameter)] = weakref.ref(grad), grad._version
+        resets.noted[id(parameter)] = weakref.ref(grad), grad._version
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:

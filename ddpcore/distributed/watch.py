@@ -4,7 +4,6 @@ Errors name the cause, and come before a step changes any weight. docs/performan
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from types import FrameType
@@ -18,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ddpcore.distributed.alike import EVERY, FIRST, bits_of, check_alike, sampled_columns
 from ddpcore.distributed.guards import callers, num_registered, register, wrapper_of
-from ddpcore.distributed.resets import Noted, ResetWatch, check_modes, check_norms
+from ddpcore.distributed.resets import ResetWatch, check_modes, check_norms
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE
@@ -58,7 +57,6 @@ class LoopWatch:
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
-        self._noted: Noted = {}  # gradients after a virtual learner's last pass
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._traits = strategy.traits  # read once, because each read makes them anew
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
@@ -69,14 +67,13 @@ class LoopWatch:
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
         if self.resets is not None:
-            exclude_from_compilation(ResetWatch, "note", "_end_pass", recursive=False)  # a compiled loop runs them, too
-            exclude_from_compilation(LoopWatch, "_note_whole", "_note_all", recursive=False)
+            excluded = "note", "note_whole", "note_all", "_end_pass"  # a compiled loop runs them, too
+            exclude_from_compilation(ResetWatch, *excluded, recursive=False)
             flat.before_gradients = self.resets.note
         if self.resets is not None and not self._traits.averages_gradients:
-            flat.on_gradients.append(self._note_whole)
-            note = self.resets.hook(self._noted)
+            flat.on_gradients.append(self.resets.note_whole)
             for parameter in flat.parameters:
-                parameter.register_post_accumulate_grad_hook(note)
+                parameter.register_post_accumulate_grad_hook(self.resets.hook())
         learner.watch = self
 
     # ---- calls of step(): only the outermost is a step of training ----
@@ -233,16 +230,8 @@ class LoopWatch:
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
             if parameter.grad is not None and parameter.grad is not view
         }
-        if self._flat.num_rows > 1:
-            self._note_all()
-
-    def _note_whole(self) -> None:
-        self.resets.whole = torch._C._current_graph_task_id()  # type: ignore[union-attr]
-        torch.autograd.Variable._execution_engine.queue_callback(self._note_all)  # a penalty may add to some till then
-
-    def _note_all(self) -> None:
-        pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
-        self._noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
+        if self.resets is not None:
+            self.resets.note_all()
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""
@@ -266,8 +255,9 @@ class LoopWatch:
 
     def _check_rows(self) -> bool:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
-        flat, noted = self._flat, dict(self._noted)
-        self._noted.clear()  # the hooks hold this object
+        flat, noted = self._flat, {}
+        if self.resets is not None:
+            noted, self.resets.noted = self.resets.noted, {}
         grads = dict(zip(flat.index, map(_gradient_of, flat.parameters), strict=True)) if noted else {}
         changed = [
             flat.index[key]
