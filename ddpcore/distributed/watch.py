@@ -25,6 +25,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
+from ddpcore.strategies.ssgd import own_samples
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
@@ -328,9 +329,11 @@ class LoopWatch:
     def _is_first_alone(self, averages: bool) -> bool:
         """Whether only the model of learner 0 was called, or no model, and only its parameters have gradients."""
         if self._called or averages:  # _check_averaged checks others
-            return self._called == {False}
-        has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
-        return any(has_grad) and not any(has_grad[len(self._flat.segments) :])
+            is_alone = self._called == {False}
+        else:
+            has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
+            is_alone = any(has_grad) and not any(has_grad[len(self._flat.segments) :])
+        return is_alone and not (self._traits.weights == "samples" and not own_samples(self.learner)[1:].any())
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""
