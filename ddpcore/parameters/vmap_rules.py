@@ -61,6 +61,9 @@ class VmapRules:
         self._chain: list[Layer] | None = None
         self._layout: object = None  # of the flat buffer, when the chain was read
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_members": []}  # a copy reads its own; these may be tensors of functional_call
+
     @property
     def names(self) -> list[str]:
         """The present name of each segment in learner 0's model."""

@@ -233,12 +233,13 @@ def test_nothing_to_train() -> None:
 
 
 def test_other_weights_for_one_call() -> None:
-    """``functional_call`` on all learners' models."""
+    """``functional_call`` on all learners' models, which may be copied after it."""
     together = learners(nn.Sequential(nn.Linear(4, 2)), 2, None)
-    inputs, weight = torch.randn(2, 3, 4), torch.randn(2, 4)
+    inputs, weight = torch.randn(2, 3, 4), 2 * together.models[0][0].weight
     outputs = torch.func.functional_call(together, {"models.0.0.weight": weight}, (inputs,))
     torch.testing.assert_close(outputs[0], inputs[0] @ weight.T + together.models[0][0].bias)
     torch.testing.assert_close(outputs[1], together.models[1](inputs[1]))
+    torch.testing.assert_close(copy.deepcopy(together)(inputs), together(inputs))
 
 
 class Counting(nn.Module):
