@@ -67,9 +67,8 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if self.resets is not None:
-            excluded = "note", "note_whole", "note_all", "_end_pass"  # a compiled loop runs them, too
-            exclude_from_compilation(ResetWatch, *excluded, recursive=False)
+        if self.resets is not None:  # a compiled loop runs its notes, too
+            exclude_from_compilation(ResetWatch, "note", "note_whole", "note_all", "_end_pass", recursive=False)
             flat.before_gradients = self.resets.note
         if self.resets is not None and not self._traits.averages_gradients:
             flat.on_gradients.append(self.resets.note_whole)

@@ -75,7 +75,7 @@ def chain_of(models: Sequence[nn.Module], flat: FlatParameters) -> list[Layer] |
     num, layers = len(flat.segments), list[Layer]()
     for modules in zip(*map(_leaves, models), strict=True):
         first = modules[0]
-        kind = _KINDS.get(type(first).forward)
+        kind = _KINDS.get(type(first).forward) if type(first).__call__ is nn.Module.__call__ else None
         if kind is nn.Linear:
             at = (flat.index.get(id(one)) for one in (first.weight, first.bias))
             layers.append(Layer(list(modules), *(None if place is None else place % num for place in at)))
@@ -87,7 +87,8 @@ def chain_of(models: Sequence[nn.Module], flat: FlatParameters) -> list[Layer] |
 
 
 def _leaves(module: Any) -> Iterator[nn.Module]:
-    if type(module).forward is nn.Sequential.forward:
+    parts = attrgetter("forward", "__iter__", "__call__")
+    if isinstance(module, nn.Sequential) and parts(type(module)) == parts(nn.Sequential):
         for child in module._modules.values():
             yield from _leaves(child)
     else:

@@ -121,6 +121,8 @@ class LearnerModels(nn.Module):
                 "and dicts, as [learners, batch, ...], or call each of handle.models"
             )
         in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()
+        modes = torch.overrides._get_current_function_mode_stack()
+        in_transform |= any(type(mode).__module__.split(".")[0] not in ("torch", "ddpcore") for mode in modes)
         in_transform |= torch.autograd.forward_ad._current_level >= 0  # all of these see each model's own operations
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ddpcore.parameters import chains
 from ddpcore.parameters.learner_models import LearnerModels
@@ -321,16 +322,42 @@ class Centered(nn.Identity):
         return values - values.mean(0)
 
 
-@pytest.mark.parametrize(
-    "layer", [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered()], ids=lambda one: type(one).__name__
-)
+class Called(nn.Linear):
+    vectorizes = True
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return 2 * super().__call__(values)
+
+
+class Reversed(nn.Sequential):
+    vectorizes = True
+
+    def __iter__(self) -> Any:
+        return reversed(self._modules.values())
+
+
+class Mode(TorchFunctionMode):
+    """Changes what each layer returns, and each learner alike."""
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = call(*args, **(kwargs or {}))
+        return 2 * found if call is nn.functional.linear else found
+
+
+OWN = [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered(), Called(4, 4), Reversed(nn.Linear(4, 4), nn.Tanh())]
+
+
+@pytest.mark.parametrize("layer", OWN[:3], ids=lambda one: type(one).__name__)
 def test_a_forward_of_its_own_is_called(layer: nn.Module) -> None:
-    """A subclass of a layer of torch is no layer of a chain."""
-    for vectorize in (None, True):
-        models = learners(nn.Sequential(nn.Linear(4, 4), layer), 16, vectorize)
+    """A subclass of a layer of torch is no layer of a chain, and a function mode sees each learner's layers."""
+    for vectorize, own, mode in itertools.product((None, True), (layer, *OWN[3:]), (Mode, contextlib.nullcontext)):
+        models = learners(nn.Sequential(nn.Linear(4, 4), own), 16, vectorize)
         inputs = torch.randn(16, 16, 4)
-        expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
-        torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
+        with mode(), torch.device("cpu"):
+            expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
+            torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
+    with torch.device("cpu"):  # is a mode that changes no layer
+        assert "TanhBackward" in str(learners(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 16, None)(inputs).grad_fn)
 
 
 def test_two_passes_of_threads_in_one_backward_pass() -> None:
