@@ -57,6 +57,8 @@ def test_which_models_are_chains() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
     ):
         assert learners(model, L, True)._rules.chain is None
+    own = type("Own", (nn.Linear,), {"__call__": lambda self, values: nn.Linear.__call__(self, values)})
+    assert not learners(nn.Sequential(own(4, 4)), 16, None).runs_together()
 
 
 def plain(models: LearnerModels, inputs: Tensor) -> None:
