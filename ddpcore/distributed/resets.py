@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
+_gradient_of = attrgetter("grad")
+Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
 
 class ResetWatch:
@@ -32,6 +34,7 @@ class ResetWatch:
         self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self.current = -1  # autograd's number of the current backward pass
         self.whole = -1  # of the last one in which the gradients of all came together
+        self.noted: Noted = {}  # gradients after a learner's last pass
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
         self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
@@ -67,14 +70,28 @@ class ResetWatch:
             self.current = current
             self._begin_pass(parameter)
 
-    def hook(self, noted: dict[int, int]) -> Callable[[Tensor], None]:
-        """A hook of a parameter, called after its gradient came. It notes the version by the id of the parameter."""
+    def note_whole(self) -> None:
+        """The gradients of all have come together."""
+        self.whole = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self.note_all)  # a penalty may add to some till then
+
+    def note_all(self) -> None:
+        """Note the gradients of all."""
+        if (flat := self._flat()) is not None:
+            pairs = zip(flat.index, map(_gradient_of, flat.parameters), strict=True)
+            self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
+
+    def hook(self) -> Callable[[Tensor], None]:
+        """A hook of a parameter, called after its gradient came, which it notes."""
         exclude_from_compilation(sys.modules[__name__], "_note", recursive=False)
-        return partial(_note, noted, self)
+        return partial(_note, self)
 
     def _begin_pass(self, first: Tensor | None) -> None:
-        flat = self._flat()
-        if flat is None or not self._sample:
+        if (flat := self._flat()) is None:
+            return
+        if id(first) in self.noted and all(one.grad is None or one is first for one in flat.parameters):
+            self.noted.clear()  # after zero_grad() in place of a step
+        if not self._sample:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         now = self._read()
@@ -98,13 +115,13 @@ class ResetWatch:
             )
 
 
-def _note(noted: dict[int, int], resets: ResetWatch, parameter: Tensor) -> None:
+def _note(resets: ResetWatch, parameter: Tensor) -> None:
     if (current := torch._C._current_graph_task_id()) == resets.whole:
         return
     if current != resets.current:
         resets.note(parameter)
     if (grad := parameter.grad) is not None:
-        noted[id(parameter)] = grad._version
+        resets.noted[id(parameter)] = weakref.ref(grad), grad._version
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:

@@ -25,6 +25,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
+from ddpcore.strategies.ssgd import own_samples
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 
@@ -57,7 +58,6 @@ class LoopWatch:
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
-        self._noted: dict[int, int] = {}  # versions of gradients after a virtual learner's last pass, by parameter id
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._traits = strategy.traits  # read once, because each read makes them anew
         self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
@@ -67,15 +67,13 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
-        if self.resets is not None:
-            exclude_from_compilation(ResetWatch, "note", "_end_pass", recursive=False)  # a compiled loop runs them, too
-            exclude_from_compilation(LoopWatch, "_note_whole", "_note_all", recursive=False)
+        if self.resets is not None:  # a compiled loop runs its notes, too
+            exclude_from_compilation(ResetWatch, "note", "note_whole", "note_all", "_end_pass", recursive=False)
             flat.before_gradients = self.resets.note
         if self.resets is not None and not self._traits.averages_gradients:
-            flat.on_gradients.append(self._note_whole)
-            note = self.resets.hook(self._noted)
+            flat.on_gradients.append(self.resets.note_whole)
             for parameter in flat.parameters:
-                parameter.register_post_accumulate_grad_hook(note)
+                parameter.register_post_accumulate_grad_hook(self.resets.hook())
         learner.watch = self
 
     # ---- calls of step(): only the outermost is a step of training ----
@@ -222,16 +220,8 @@ class LoopWatch:
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
             if parameter.grad is not None and parameter.grad is not view
         }
-        if self._flat.num_rows > 1:
-            self._note_all()
-
-    def _note_whole(self) -> None:
-        self.resets.whole = torch._C._current_graph_task_id()  # type: ignore[union-attr]
-        torch.autograd.Variable._execution_engine.queue_callback(self._note_all)  # a penalty may add to some till then
-
-    def _note_all(self) -> None:
-        pairs = zip(self._flat.index, map(_gradient_of, self._flat.parameters), strict=True)
-        self._noted |= {key: grad._version for key, grad in pairs if grad is not None}
+        if self.resets is not None:
+            self.resets.note_all()
 
     def _averages(self) -> list[Tensor]:
         """The tensors that hold the last average, by parameter."""
@@ -270,12 +260,15 @@ class LoopWatch:
 
     def _check_rows(self) -> bool:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
-        flat, noted = self._flat, dict(self._noted)
-        self._noted.clear()  # the hooks hold this object
-        grads = map(_gradient_of, flat.parameters) if noted else ()
-        pairs = zip(flat.index, grads, strict=False)
-        versions = {key: grad._version for key, grad in pairs if grad is not None and key in noted}
-        changed = [flat.index[key] for key, version in versions.items() if version != noted[key]]
+        flat, noted = self._flat, {}
+        if self.resets is not None:
+            noted, self.resets.noted = self.resets.noted, {}
+        grads = dict(zip(flat.index, map(_gradient_of, flat.parameters), strict=True)) if noted else {}
+        changed = [
+            flat.index[key]
+            for key, (ref, version) in noted.items()
+            if (grad := grads[key]) is None or grad is not ref() or _version_of(grad) != version
+        ]
         if not changed:
             return True
         num = len(flat.segments)
@@ -340,9 +333,11 @@ class LoopWatch:
     def _is_first_alone(self, averages: bool) -> bool:
         """Whether only the model of learner 0 was called, or no model, and only its parameters have gradients."""
         if self._called or averages:  # _check_averaged checks others
-            return self._called == {False}
-        has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
-        return any(has_grad) and not any(has_grad[len(self._flat.segments) :])
+            is_alone = self._called == {False}
+        else:
+            has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
+            is_alone = any(has_grad) and not any(has_grad[len(self._flat.segments) :])
+        return is_alone and not (self._traits.weights == "samples" and not own_samples(self.learner)[1:].any())
 
     def after_optimizer(self) -> None:
         """After the optimizer's step."""

@@ -24,9 +24,10 @@ _MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.M
 _NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _NAME = re.compile(r"Norm(\dd)?$")  # of normalization layers of other libraries
 _PRODUCT = re.compile(
-    r"(bi)?linear|matmul|__matmul__|b?mm|mv|addb?mm|baddbmm|einsum|tensordot|conv(_transpose)?[123]d|"
-    r"multi_head_attention_forward"
+    r"(bi)?linear|(linalg_)?matmul|__matmul__|b?mm|mv|addb?mm|addmv|baddbmm|einsum|tensordot|inner|"
+    r"(linalg_)?multi_dot|conv(_transpose)?[123]d|multi_head_attention_forward"
 )
+_ADDED = re.compile(r"addb?mm|addmv|baddbmm")  # products whose first argument is no factor
 _RESHAPE = re.compile(
     r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type(_as)?|clone|chunk|"
     r"split|unbind|(un)?squeeze|expand"
@@ -153,8 +154,8 @@ def _no_factors_and_head(model: nn.Module, weights: list[nn.Parameter]) -> set[i
 def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(name, ``factor``, ``table`` or ``other``) for each use of a parameter, in the order of the forward pass.
 
-    A factor is used where its last product is, and ``F.embedding`` takes a table. The forward pass of a copy without
-    values and hooks is traced, and arguments with defaults have their defaults.
+    A factor is used where its last product is. ``F.embedding`` takes a table, and so does an index that is traced. The
+    forward pass of a copy without values and hooks is traced, and arguments with defaults have their defaults.
     """
     empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in (*model.parameters(), *model.buffers())}
     empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
@@ -170,7 +171,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
             graph = fx.Tracer().trace(bare, concrete_args=defaults or None)
     finally:
         random.setstate(state)
-    names = {name for name, _ in bare.named_parameters(remove_duplicate=False)}
+    names = {name: param.ndim for name, param in bare.named_parameters(remove_duplicate=False)}
     uses: list[tuple[int, str, str]] = []
     places = {node: place for place, node in enumerate(graph.nodes)}
     fixed: set[Any] = set()  # what follows from parameters and buffers alone, so that a matrix is changed and no input
@@ -190,7 +191,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
             found = list(_users(node, fixed))
             products = [places[user] for user, name in found if _PRODUCT.fullmatch(name)]
             uses.append((max(products, default=place), node.target, "factor" if products else "other"))
-            if any(name in ("embedding", "embedding_bag") for _, name in found):
+            if names[node.target] == 2 and any(_takes_rows(*one) for one in found):
                 uses.append((place, node.target, "table"))
     for _, name, how in sorted(uses, key=lambda use: use[0]):
         yield name, how
@@ -203,11 +204,19 @@ def _users(node: Any, fixed: set[Any]) -> Iterator[tuple[Any, str]]:
         value = left.pop()
         for user in value.users:
             name = _name(user)
-            yield user, name
+            is_added = _ADDED.fullmatch(name) and value in (*user.args[:1], user.kwargs.get("input"))
+            yield user, "add" if is_added else name
             is_same = user in fixed or (_RESHAPE.fullmatch(name) and user.all_input_nodes[0] is value)
             if is_same and user not in seen:
                 seen.add(user)
                 left.append(user)
+
+
+def _takes_rows(node: Any, name: str) -> bool:
+    """Whether a function takes rows of a table."""
+    index = node.args[1] if name == "getitem" else ()
+    is_traced = any(isinstance(one, fx.Node) for one in (index if isinstance(index, tuple) else (index,)))
+    return is_traced or name in ("embedding", "embedding_bag", "index_select")
 
 
 def _name(node: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.hooks import own_hooks
 
 _version_of = attrgetter("_version")
 ALIGNED = 64  # bytes, at which torch begins the memory of a tensor
@@ -74,7 +75,7 @@ def chain_of(models: Sequence[nn.Module], flat: FlatParameters) -> list[Layer] |
     num, layers = len(flat.segments), list[Layer]()
     for modules in zip(*map(_leaves, models), strict=True):
         first = modules[0]
-        kind = _KINDS.get(type(first).forward)
+        kind = _KINDS.get(type(first).forward) if type(first).__call__ is nn.Module.__call__ else None
         if kind is nn.Linear:
             at = (flat.index.get(id(one)) for one in (first.weight, first.bias))
             layers.append(Layer(list(modules), *(None if place is None else place % num for place in at)))
@@ -86,7 +87,8 @@ def chain_of(models: Sequence[nn.Module], flat: FlatParameters) -> list[Layer] |
 
 
 def _leaves(module: Any) -> Iterator[nn.Module]:
-    if type(module).forward is nn.Sequential.forward:
+    parts = attrgetter("forward", "__iter__", "__call__")
+    if isinstance(module, nn.Sequential) and parts(type(module)) == parts(nn.Sequential):
         for child in module._modules.values():
             yield from _leaves(child)
     else:
@@ -118,7 +120,11 @@ def run_chain(
             if values.dim() == 3:
                 values = _apply_linear(values, weight, bias, one, places)
             else:
+                is_saved = values.requires_grad and at is not None  # the weight, whose gradient goes to the inputs
                 values = torch.stack(_products(values, weight, bias))
+                if is_saved:
+                    with own_hooks():
+                        values.register_hook(lambda _, at=at: one.check_weights(at))
         elif isinstance(first, nn.Flatten):
             values = values.flatten(*(dim + (dim >= 0) for dim in (first.start_dim, first.end_dim)))
         elif exact and not isinstance(first, _SAME_BITS):

@@ -21,6 +21,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_ho
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
+_Taken = list[tuple[Tensor, int, Tensor]]  # inputs of all learners, their versions, and that of one learner
 
 
 class LearnerModels(nn.Module):
@@ -120,6 +121,8 @@ class LearnerModels(nn.Module):
                 "and dicts, as [learners, batch, ...], or call each of handle.models"
             )
         in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()
+        modes = torch.overrides._get_current_function_mode_stack()
+        in_transform |= any(type(mode).__module__.split(".")[0] not in ("torch", "ddpcore") for mode in modes)
         in_transform |= torch.autograd.forward_ad._current_level >= 0  # all of these see each model's own operations
         if in_transform or not tensors:
             return self._in_turn(inputs, named_inputs)
@@ -144,7 +147,7 @@ class LearnerModels(nn.Module):
         num, parameters = len(flat.segments), flat.parameters
         if len(rows) < flat.num_rows:
             parameters = parameters[rows.start * num : rows.stop * num]
-        one = Pass(flat, rows, parameters, self._token if any(map(_is_trained, flat.parameters)) else None)
+        one = Pass(flat, rows, parameters, self._token if all(map(_is_trained, flat.parameters)) else None)
         return one, _apply_rows(one.token, one, *parameters)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
@@ -181,31 +184,41 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        models = [self.models[place] for place in self.rows]
+        models, taken = [self.models[place] for place in self.rows], list[Any]()
         if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
-            results = [model(_row_of(inputs[0], row)) for row, model in enumerate(models)]
+            results = [model(_row_of(inputs[0], row, taken)) for row, model in enumerate(models)]
             if all(isinstance(result, Tensor) for result in results):
-                return torch.stack(results)
+                return _watched(torch.stack(results), taken)
         else:
             results = []
             for row, model in enumerate(models):
-                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row), (inputs, named_inputs))  # noqa: B023
+                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, taken), (inputs, named_inputs))  # noqa: B023
                 results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
         leaves = [
-            torch.stack(values) if all(isinstance(value, Tensor) for value in values) else list(values)
+            _watched(torch.stack(values), taken) if all(isinstance(one, Tensor) for one in values) else list(values)
             for values in zip(*(found for found, _ in flattened), strict=True)
         ]
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _row_of(tensor: Tensor, row: int) -> Tensor:
+def _row_of(tensor: Tensor, row: int, taken: _Taken) -> Tensor:
     """The input of one learner, with a version of its own, because a first layer may change it in place."""
-    if tensor.requires_grad or torch._C._functorch.maybe_current_level() is not None:
+    if tensor.requires_grad or tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
-    return tensor.data[row]
+    taken.append((tensor, tensor._version, tensor.data[row]))
+    return taken[-1][-1]
+
+
+def _watched(output: Tensor, taken: _Taken) -> Tensor:
+    """The output. Autograd refuses its backward pass if the program has changed inputs that the graph has saved."""
+    if output.requires_grad:
+        increment = torch.autograd.graph.increment_version
+        with own_hooks():
+            output.register_hook(lambda _: increment([own for x, version, own in taken if x._version != version]))
+    return output
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:

@@ -23,6 +23,7 @@ _PLAIN = {
 # layers, and loses time for each weight, whose gradient it writes in another layout. Measured by bench_learners.py.
 FIXED = 5  # learners
 LAYER = 2**16  # weights of a layer for which vmap loses as much as it saves
+_CALLED = frozenset(("forward", "__call__", "__iter__"))  # of the class that says what a module computes
 _IN_TURN = ("_compiled_call_impl", "padding_idx")  # in vmap torch gives the padding of an embedding a gradient
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -60,6 +61,9 @@ class VmapRules:
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
         self._chain: list[Layer] | None = None
         self._layout: object = None  # of the flat buffer, when the chain was read
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_members": []}  # a copy reads its own; these may be tensors of functional_call
 
     @property
     def names(self) -> list[str]:
@@ -229,5 +233,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _vectorizes(module: nn.Module) -> bool:
-    owner = next(base for base in type(module).__mro__ if "forward" in vars(base))
+    owner = next(base for base in type(module).__mro__ if _CALLED.intersection(vars(base)))
     return owner in _PLAIN or bool(vars(owner).get("vectorizes"))

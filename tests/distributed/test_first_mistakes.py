@@ -110,6 +110,44 @@ def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
     optimizer.step()
 
 
+def _halve(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / 2
+
+
+def _renew(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+        parameter.grad = torch.full_like(parameter, 0.1)  # often where the old one was
+
+
+def test_gradients_of_some_learners_replaced_after_the_backward_pass():
+    """By new tensors, or by None. A loop may do it to each model, and begin anew without a step."""
+    for make in (ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)):
+        for change in (_halve, _renew, nn.Module.zero_grad, lambda model: setattr(model[2].bias, "grad", None)):
+            handle, optimizer = trained(make())
+            before = [p.detach().clone() for one in handle.models for p in one.parameters()]
+            x = torch.ones(L, 6, 5)
+            handle.model(x).square().mean(dim=(1, 2)).sum().backward()
+            change(handle.models[0])
+            with pytest.raises(RuntimeError, match="the gradients of learner 0 alone were changed after the backward"):
+                optimizer.step()
+            assert all(map(torch.equal, before, [p.detach() for one in handle.models for p in one.parameters()]))
+            optimizer.zero_grad()
+            handle.model(x).square().mean(dim=(1, 2)).sum().backward()
+            optimizer.zero_grad()
+            for own, other in handle.split(torch.ones(L, 16, 5), torch.zeros(L, 16, 5), at_once=2):
+                (handle.model(own).square() + handle.model(other).square()).mean(dim=(1, 2)).sum().backward()
+            for one in handle.models:
+                change(one)
+            optimizer.step()
+            with handle.no_sync():  # a step is left out, and the next one has one learner
+                handle.model(x).square().mean().backward()
+                optimizer.zero_grad()
+                handle.models[1](x[1]).square().mean().backward()
+                optimizer.step()
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])

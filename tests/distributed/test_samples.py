@@ -91,10 +91,14 @@ def test_each_average_has_its_own_samples() -> None:
 @pytest.mark.parametrize("how", ["zero_grad", "zeros", "None"])
 @pytest.mark.parametrize("make", [lambda: SSGD(weights="samples"), lambda: LocalSGD(1, weights="samples")])
 def test_a_step_that_is_left_out_has_samples_of_its_own(make: Any, how: str) -> None:
+    """And one in which learner 0 alone has samples needs no pass of others."""
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle = ddpcore.distribute(model, optimizer, make(), learners=2)
-    expected = model.weight.detach().clone()
+    handle.num_samples, first = [5, 0], torch.randn(5, 3)
+    expected = model.weight.detach() - first.mean(0)
+    model(first).mean().backward()
+    optimizer.step()
     for counts in ([4, 1], [2, 2]):
         handle.num_samples = None if how == "None" else counts
         handle.num_samples = counts

@@ -154,7 +154,7 @@ def _trained(strategy: Any, model: nn.Module | None = None) -> tuple[Any, Any, A
 
     def step() -> None:
         for one in handle.models:
-            one(torch.randn(2, 4)).square().mean().backward()
+            one(torch.randn(2, 4, dtype=next(one.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -227,6 +227,26 @@ def test_weights_that_an_evaluation_takes_and_puts_back_are_the_learners() -> No
             one.data.copy_(value)
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
     handle._watch.check_parameters()
+
+
+def test_a_row_that_an_evaluation_changes_leaves_the_others_alone() -> None:
+    """As the padding of a table, also if the average comes again. A state of 16 bits is loaded whole."""
+    model, handle, own = _counted()
+    lent = Lent(handle)
+    with torch.no_grad():
+        model.layer.weight[1].zero_()
+    for _ in range(2):
+        lent.swap()
+        own["layer.weight"][1] = 0
+        assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+        lent.swap()
+    lent.swap()
+    model, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), nn.Linear(4, 4).bfloat16())
+    with replaced(handle), torch.no_grad():
+        state = model.weight.clone()
+        state[:3] += 1
+        model.weight.copy_(state)
+    assert torch.equal(model.weight, state)
 
 
 def test_a_direction_that_an_evaluation_adds_and_subtracts_changes_nothing() -> None:

@@ -139,7 +139,23 @@ class ReadEarly(nn.Module):
         return F.linear(x, table).sum(-1, keepdim=True) + x @ head
 
 
+class LooksUp(nn.Module):
+    """Rows of a table go into a product, in which positions are added; experts are matrices."""
+
+    def __init__(self, take: Any) -> None:
+        super().__init__()
+        self.table, self.hidden = nn.Parameter(torch.randn(9, 4)), nn.Parameter(torch.randn(4, 4))
+        self.experts, self.positions = nn.Parameter(torch.randn(2, 4, 4)), nn.Parameter(torch.randn(5, 4))
+        self.take, self.head = take, nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.inner(self.take(self.table, x), self.hidden)
+        return self.head(torch.addmm(self.positions, rows, self.experts[x[0]]))
+
+
 def test_use_is_where_a_product_is_and_not_where_a_parameter_is_read():
+    for take in (lambda w, x: w[x], lambda w, x: w.float()[x, :], lambda w, x: w.index_select(0, x)):
+        assert adamw(LooksUp(take)) == {"table", "positions", "head.weight"}
     assert adamw(ByTable()) == {"table"}
     assert adamw(ReadEarly()) == {"head", "table"}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ddpcore.parameters import chains
 from ddpcore.parameters.learner_models import LearnerModels
@@ -56,6 +57,8 @@ def test_which_models_are_chains() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
     ):
         assert learners(model, L, True)._rules.chain is None
+    own = type("Own", (nn.Linear,), {"__call__": lambda self, values: nn.Linear.__call__(self, values)})
+    assert not learners(nn.Sequential(own(4, 4)), 16, None).runs_together()
 
 
 def plain(models: LearnerModels, inputs: Tensor) -> None:
@@ -177,6 +180,18 @@ def frozen_later(models: LearnerModels, inputs: Tensor) -> None:
     outputs.sum().backward()
 
 
+def unfrozen(models: LearnerModels, inputs: Tensor) -> None:
+    """As the layers of a GAN that are frozen in the forward pass alone."""
+    frozen = [next(p for p in reversed([*model.parameters()]) if p.requires_grad) for model in models.models]
+    for p in frozen:
+        p.requires_grad_(False)
+    outputs = models(inputs)
+    for p in frozen:
+        p.requires_grad_(True)
+    outputs.sum().backward()
+    assert all(p.grad is None for p in frozen)
+
+
 def gradients_alone(models: LearnerModels, inputs: Tensor) -> list[Tensor]:
     """``torch.autograd.grad`` writes no ``.grad``."""
     trained = [p for p in models.parameters() if p.requires_grad]
@@ -225,7 +240,7 @@ LOOPS: list[Loop] = [
         inside_another,
     ),
     *(some_learners, a_hook, frozen_later, gradients_alone, second_derivatives, many_gradients, of_the_inputs),
-    *(with_a_graph, some_inputs_only),
+    *(with_a_graph, some_inputs_only, unfrozen),
 ]
 
 
@@ -309,16 +324,42 @@ class Centered(nn.Identity):
         return values - values.mean(0)
 
 
-@pytest.mark.parametrize(
-    "layer", [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered()], ids=lambda one: type(one).__name__
-)
+class Called(nn.Linear):
+    vectorizes = True
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return 2 * super().__call__(values)
+
+
+class Reversed(nn.Sequential):
+    vectorizes = True
+
+    def __iter__(self) -> Any:
+        return reversed(self._modules.values())
+
+
+class Mode(TorchFunctionMode):
+    """Changes what each layer returns, and each learner alike."""
+
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = call(*args, **(kwargs or {}))
+        return 2 * found if call is nn.functional.linear else found
+
+
+OWN = [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered(), Called(4, 4), Reversed(nn.Linear(4, 4), nn.Tanh())]
+
+
+@pytest.mark.parametrize("layer", OWN[:3], ids=lambda one: type(one).__name__)
 def test_a_forward_of_its_own_is_called(layer: nn.Module) -> None:
-    """A subclass of a layer of torch is no layer of a chain."""
-    for vectorize in (None, True):
-        models = learners(nn.Sequential(nn.Linear(4, 4), layer), 16, vectorize)
+    """A subclass of a layer of torch is no layer of a chain, and a function mode sees each learner's layers."""
+    for vectorize, own, mode in itertools.product((None, True), (layer, *OWN[3:]), (Mode, contextlib.nullcontext)):
+        models = learners(nn.Sequential(nn.Linear(4, 4), own), 16, vectorize)
         inputs = torch.randn(16, 16, 4)
-        expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
-        torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
+        with mode(), torch.device("cpu"):
+            expected = torch.stack([model(one) for model, one in zip(models.models, inputs, strict=True)])
+            torch.testing.assert_close(models(inputs), expected, rtol=1e-5, atol=1e-6)
+    with torch.device("cpu"):  # is a mode that changes no layer
+        assert "TanhBackward" in str(learners(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 16, None)(inputs).grad_fn)
 
 
 def test_two_passes_of_threads_in_one_backward_pass() -> None:
@@ -351,13 +392,14 @@ def check_threads(shift: int) -> None:
 
 def test_what_autograd_permits() -> None:
     """A bias, or the weight of a first layer, may change before the backward pass, because the graph needs neither."""
-    models = learners(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), L, None)
-    outputs = models(torch.randn(L, 16, 4))
-    with torch.no_grad():
-        models.models[1][0].weight.add_(1)
-        models.models[2][2].bias.add_(1)
-    outputs.sum().backward()
-    assert all(p.grad is not None for p in models.parameters())
+    for shape in [(L, 16, 4), (L, 16, 3, 4)]:
+        models = learners(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), L, None)
+        outputs = models(torch.randn(shape))
+        with torch.no_grad():
+            models.models[1][0].weight.add_(1)
+            models.models[2][2].bias.add_(1)
+        outputs.sum().backward()
+        assert all(p.grad is not None for p in models.parameters())
 
 
 @pytest.mark.parametrize("how", ["sparse", "dual", "traced", "fake", "named"])
@@ -423,9 +465,10 @@ def test_autocast() -> None:
 
 def test_a_changed_weight_is_refused() -> None:
     """A graph of older weights is refused, as autograd does."""
-    together = learners(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), L, None)
-    outputs = together(torch.randn(L, B, 4))
-    with torch.no_grad():
-        together.models[1][1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        outputs.sum().backward()
+    for shape, first in [((L, 16, 4), nn.Identity()), ((L, 16, 3, 4), nn.Identity()), ((L, 1, 4), nn.Flatten(0))]:
+        together = learners(nn.Sequential(first, nn.Linear(4, 6), nn.Linear(6, 2)), L, True)
+        outputs = together(torch.randn(shape))
+        with torch.no_grad():
+            together.models[1][2].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"):
+            outputs.sum().backward()

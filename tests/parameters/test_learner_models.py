@@ -201,13 +201,20 @@ def test_transforms_of_torch_func(vectorize: bool) -> None:
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
-def test_weights_changed_before_the_backward_pass_are_refused(vectorize: bool) -> None:
-    together = learners(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), 2, vectorize)
-    loss = together(torch.ones(2, 3, 4)).square().sum()
-    with torch.no_grad():
-        together.models[1][1].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified"):
-        loss.backward()
+def test_weights_and_inputs_changed_before_the_backward_pass_are_refused(vectorize: bool) -> None:
+    """Also inputs that a first layer has changed in place. Weights of a first trained layer may change."""
+    for first, what in itertools.product((nn.Linear(4, 5), nn.ReLU(inplace=True)), ("weight", "input", "named input")):
+        together = learners(nn.Sequential(first, nn.Linear(5 - isinstance(first, nn.ReLU), 1)), 2, vectorize)
+        inputs = torch.ones(2, 3, 4)
+        outputs = together(input=inputs) if what == "named input" else together(inputs)
+        outputs.square().sum().backward(retain_graph=True)
+        with torch.no_grad():
+            together.models[1][1].weight.mul_(2) if what == "weight" else inputs.mul_(2)
+        if what == "weight" and isinstance(first, nn.ReLU):
+            outputs.square().sum().backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified"):
+                outputs.square().sum().backward()
 
 
 def test_a_copy_is_a_copy_of_the_models_alone() -> None:
@@ -226,12 +233,13 @@ def test_nothing_to_train() -> None:
 
 
 def test_other_weights_for_one_call() -> None:
-    """``functional_call`` on all learners' models."""
+    """``functional_call`` on all learners' models, which may be copied after it."""
     together = learners(nn.Sequential(nn.Linear(4, 2)), 2, None)
-    inputs, weight = torch.randn(2, 3, 4), torch.randn(2, 4)
+    inputs, weight = torch.randn(2, 3, 4), 2 * together.models[0][0].weight
     outputs = torch.func.functional_call(together, {"models.0.0.weight": weight}, (inputs,))
     torch.testing.assert_close(outputs[0], inputs[0] @ weight.T + together.models[0][0].bias)
     torch.testing.assert_close(outputs[1], together.models[1](inputs[1]))
+    torch.testing.assert_close(copy.deepcopy(together)(inputs), together(inputs))
 
 
 class Counting(nn.Module):
