@@ -470,5 +470,5 @@ def test_a_changed_weight_is_refused() -> None:
         outputs = together(torch.randn(shape))
         with torch.no_grad():
             together.models[1][2].weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified (by an inplace operation|inplace)"):
+        with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
             outputs.sum().backward()
