@@ -16,7 +16,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
-_gradient_of = attrgetter("grad")
+_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
 
@@ -35,6 +35,7 @@ class ResetWatch:
         self.current = -1  # autograd's number of the current backward pass
         self.whole = -1  # of the last one in which the gradients of all came together
         self.noted: Noted = {}  # gradients after a learner's last pass
+        self._versions: list[int] = []  # of those of all, where all lie in the flat buffer; ``noted`` has later ones
         self._sample: list[list[int]] = []  # for each of some parameters its index of each learner
         self._known: dict[int, tuple[int, int]] = {}  # by index: id and version of the gradient after the last pass
         self._reset: set[int] = set()  # learners
@@ -77,9 +78,33 @@ class ResetWatch:
 
     def note_all(self) -> None:
         """Note the gradients of all."""
-        if (flat := self._flat()) is not None:
-            pairs = zip(flat.index, map(_gradient_of, flat.parameters), strict=True)
+        if (flat := self._flat()) is None:
+            return
+        grads = list(map(_gradient_of, flat.parameters))
+        if flat.grad_start is not None and all(map(is_, grads, flat.grad_views)):
+            self.noted, self._versions = {}, list(map(_version_of, grads))
+        else:
+            pairs = zip(flat.index, grads, strict=True)
             self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
+
+    def changed(self, flat: FlatParameters) -> tuple[list[int], list[int]]:
+        """The indices of gradients that are others than those noted, and of all noted ones. Then it forgets them."""
+        noted, versions = self.noted, self._versions
+        self.noted, self._versions = {}, []
+        if not noted and not versions:
+            return [], []
+        grads = list(map(_gradient_of, flat.parameters))
+        if versions:
+            if not noted and all(map(is_, grads, flat.grad_views)) and list(map(_version_of, grads)) == versions:
+                return [], []
+            views = zip(flat.index, map(weakref.ref, flat.grad_views), versions, strict=True)
+            noted = {key: (ref, version) for key, ref, version in views} | noted
+        known = [flat.index[key] for key in noted]
+        changed = []
+        for index, (ref, version) in zip(known, noted.values(), strict=True):
+            if (grad := grads[index]) is None or grad is not ref() or _version_of(grad) != version:
+                changed.append(index)
+        return changed, known
 
     def hook(self) -> Callable[[Tensor], None]:
         """A hook of a parameter, called after its gradient came, which it notes."""
@@ -89,8 +114,9 @@ class ResetWatch:
     def _begin_pass(self, first: Tensor | None) -> None:
         if (flat := self._flat()) is None:
             return
-        if id(first) in self.noted and all(one.grad is None or one is first for one in flat.parameters):
-            self.noted.clear()  # after zero_grad() in place of a step
+        is_noted = bool(self._versions) or id(first) in self.noted
+        if is_noted and all(one.grad is None or one is first for one in flat.parameters):
+            self.noted, self._versions = {}, []  # after zero_grad() in place of a step
         if not self._sample:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)

@@ -260,19 +260,11 @@ class LoopWatch:
 
     def _check_rows(self) -> bool:
         """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
-        flat, noted = self._flat, {}
-        if self.resets is not None:
-            noted, self.resets.noted = self.resets.noted, {}
-        grads = dict(zip(flat.index, map(_gradient_of, flat.parameters), strict=True)) if noted else {}
-        changed = [
-            flat.index[key]
-            for key, (ref, version) in noted.items()
-            if (grad := grads[key]) is None or grad is not ref() or _version_of(grad) != version
-        ]
+        flat = self._flat
+        changed, known = ([], []) if self.resets is None else self.resets.changed(flat)
         if not changed:
             return True
         num = len(flat.segments)
-        known = [flat.index[key] for key in noted]
         for segment in sorted({index % num for index in changed}):
             rows = {index // num for index in changed if index % num == segment}
             if rows != {index // num for index in known if index % num == segment}:
