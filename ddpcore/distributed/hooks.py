@@ -42,7 +42,7 @@ from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import Learner, row_sums
+from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import own_samples
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
@@ -268,7 +268,7 @@ class HookedDistributed(Distributed):
                 self._watch.note_sums(self.learner.comm.average_pieces_(columns, pieces, size))
             return
         if plan.averages_gradients:
-            self._watch.note_sums({int(columns.storage_offset()): row_sums(columns)})
+            self._watch.note_message(columns)
             for observer in self.observers:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):

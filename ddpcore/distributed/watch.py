@@ -191,8 +191,12 @@ class LoopWatch:
 
     # ---- gradients ----
 
+    def note_message(self, columns: Tensor) -> None:
+        """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
+        self._sums[int(columns.storage_offset())] = row_sums(columns)
+
     def note_sums(self, sums: dict[int, Tensor]) -> None:
-        """Take sums ``[L]`` of gradients before their average, by their first column. A later pass replaces them."""
+        """Take the same sums of columns that were averaged where they lie, by their first column."""
         self._sums |= sums
 
     def begin_pause(self) -> None:
