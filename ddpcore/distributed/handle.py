@@ -99,9 +99,13 @@ class Distributed:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
-        """Clip the gradient of each learner to a norm, as ``torch.nn.utils.clip_grad_norm_``. Returns their norms."""
+        """Clip each learner's gradient to a norm, and return the norms. One without a backward pass averages first."""
+        self._join_average()
         norms: list[Any] = [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
         return [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
+
+    def _join_average(self) -> None:
+        """Take part in an average of gradients, if this step has one."""
 
     def backward(self, losses: Tensor | Sequence[Tensor]) -> None:
         """Compute the gradients of all learners of this process. Collective if the strategy averages gradients.

@@ -333,6 +333,7 @@ class HookedDistributed(Distributed):
         if self._watch.end_call(sys._getframe(1)) and self._is_training:
             self._after_step()
 
+    @override
     def _join_average(self) -> None:
         """Average zeros for learners without a backward pass in this step, because the other learners wait for them."""
         learner, watch, buckets = self.learner, self._watch, self._buckets

@@ -274,9 +274,9 @@ class LoopWatch:
             if rows != {index // num for index in known if index % num == segment}:
                 raise RuntimeError(
                     f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
-                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping, "
-                    "for each of handle.models (no_sync() for all of its backward passes but the last; checkpoints: "
-                    "use_reentrant=False)"
+                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping by "
+                    "min(1, c / norm), for each of handle.models (no_sync() for all its backward passes but the last; "
+                    "checkpoints: use_reentrant=False)"
                 )
         if not is_capturing(flat.param_LP):
             check_norms(self._norms, self._rows())

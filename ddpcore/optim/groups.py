@@ -213,10 +213,12 @@ def _users(node: Any, fixed: set[Any]) -> Iterator[tuple[Any, str]]:
 
 
 def _takes_rows(node: Any, name: str) -> bool:
-    """Whether a function takes rows of a table."""
-    index = node.args[1] if name == "getitem" else ()
-    is_traced = any(isinstance(one, fx.Node) for one in (index if isinstance(index, tuple) else (index,)))
-    return is_traced or name in ("embedding", "embedding_bag", "index_select")
+    """Whether a function takes rows of a table, whose shape has not changed, by an index that is traced."""
+    if name == "getitem":
+        index = node.args[1][:1] if isinstance(node.args[1], tuple) else node.args[1:]
+        is_reshaped = _name(node.args[0]) in ("view", "reshape", "unflatten", "unsqueeze")
+        return any(isinstance(one, fx.Node) for one in index) and not is_reshaped
+    return name in ("embedding", "embedding_bag", "index_select")
 
 
 def _name(node: Any) -> str:

@@ -206,8 +206,10 @@ class LearnerModels(nn.Module):
 
 def _row_of(tensor: Tensor, row: int, taken: _Taken) -> Tensor:
     """The input of one learner, with a version of its own, because a first layer may change it in place."""
-    if tensor.requires_grad or tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
+    if tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
+    if tensor.requires_grad:
+        return tensor[row].clone()
     taken.append((tensor, tensor._version, tensor.data[row]))
     return taken[-1][-1]
 

@@ -165,29 +165,30 @@ def test_a_learner_that_began_again_after_an_error_has_a_new_pass() -> None:
         training.assert_near(row, training.flat_weights(plain))
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_reentrant_checkpoints_of_virtual_learners_are_named(place: int) -> None:
+def test_reentrant_checkpoints_of_virtual_learners_are_named() -> None:
     """Their backward passes run inside other ones: in the middle of a learner's pass, and at its beginning."""
 
     class Checkpointed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, place: int) -> None:
             super().__init__()
+            self.place = place
             self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
             for index, layer in enumerate(self.layers):
-                x = checkpoint(layer, x, use_reentrant=True) if index == place else layer(x)
+                x = checkpoint(layer, x, use_reentrant=True) if index == self.place else layer(x)
             return x
 
-    model = Checkpointed()
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
-    before = training.weights_of_learners(handle)
-    with pytest.raises(RuntimeError, match=r"use_reentrant=False\)?$"):
-        for one in handle.models:
-            one(torch.ones(4, 5)).square().mean().backward()
-        optimizer.step()
-    assert torch.equal(training.weights_of_learners(handle), before)
+    for place in (1, 2):
+        model = Checkpointed(place)
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+        before = training.weights_of_learners(handle)
+        with pytest.raises(RuntimeError, match=r"use_reentrant=False\)?$"):
+            for one in handle.models:
+                one(torch.ones(4, 5)).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(training.weights_of_learners(handle), before)
 
 
 def test_a_learner_with_all_its_passes_inside_no_sync_is_refused() -> None:

@@ -153,9 +153,24 @@ class LooksUp(nn.Module):
         return self.head(torch.addmm(self.positions, rows, self.experts[x[0]]))
 
 
+class Permutes(nn.Module):
+    """A hidden matrix whose columns a fixed index permutes, and experts that are rows of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(9, 4), nn.Parameter(torch.randn(4, 4))
+        self.experts, self.head = nn.Parameter(torch.randn(8, 4)), nn.Linear(4, 9)
+        self.register_buffer("index", torch.randperm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x) @ self.hidden[:, self.index]
+        return self.head(torch.tanh(rows @ self.experts.view(2, 4, 4)[x[0] % 2]))
+
+
 def test_use_is_where_a_product_is_and_not_where_a_parameter_is_read():
     for take in (lambda w, x: w[x], lambda w, x: w.float()[x, :], lambda w, x: w.index_select(0, x)):
         assert adamw(LooksUp(take)) == {"table", "positions", "head.weight"}
+    assert adamw(Permutes()) == {"table.weight", "head.weight"}
     assert adamw(ByTable()) == {"table"}
     assert adamw(ReadEarly()) == {"head", "table"}
 

@@ -217,6 +217,15 @@ def test_weights_and_inputs_changed_before_the_backward_pass_are_refused(vectori
                 outputs.square().sum().backward()
 
 
+def test_a_first_layer_may_change_inputs_that_have_a_gradient() -> None:
+    model, inputs = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)), torch.randn(2, 3, 4)
+    prompts = torch.zeros(2, 4, requires_grad=True)
+    together = learners(model, 2, False)
+    together(inputs + prompts[0]).square().sum().backward()
+    sum(one(row + prompts[1]).square().sum() for one, row in zip(together.models, inputs, strict=True)).backward()
+    assert torch.allclose(prompts.grad[0], prompts.grad[1]) and prompts.grad[0].any()
+
+
 def test_a_copy_is_a_copy_of_the_models_alone() -> None:
     model = nn.Linear(4, 3)
     handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=2)

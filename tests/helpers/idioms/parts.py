@@ -66,7 +66,7 @@ def _average_used(model: nn.Module) -> None:
 
 
 def _without_a_pass(run: Run, places: tuple[tuple[int, int], ...]) -> None:
-    """A learner has no backward pass in a step, such as for an empty batch: the average has its zeros.
+    """A learner has no backward pass in a step, such as for an empty batch: the average has its zeros, and is clipped.
 
     In every second step it has no forward pass either.
     """
@@ -88,6 +88,11 @@ def _without_a_pass(run: Run, places: tuple[tuple[int, int], ...]) -> None:
             _average_used(model)
         elif losses:
             sum(losses).backward()  # type: ignore[union-attr]
+        if run.is_plain:
+            for one in run.models:
+                nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        else:
+            run.handle.clip_grad_norm_(0.1)
         run.step()
 
 
