@@ -140,7 +140,7 @@ def test_two_backward_passes_of_each_learner_name_no_sync() -> None:
         for sign in (1, -1):
             one(sign * torch.ones(4, 5)).square().mean().backward()
     with pytest.raises(
-        RuntimeError, match=r"learner 1 alone were changed .* \(no_sync\(\) for all of its backward passes"
+        RuntimeError, match=r"learner 1 alone were changed .* \(no_sync\(\) for all its backward passes"
     ):
         optimizer.step()
 
