@@ -233,8 +233,8 @@ struct StackedMixArgs {
     double* sums;      // [num_learners]: squared distance of each learner before the mix to the mean
 };
 
-// Each `size` consecutive rows <- their mean: added in ascending order in fp32, and divided by size. The sums of the rows
-// before tell whether all their numbers are finite.
+// Each `size` consecutive rows <- their mean: added in ascending order in fp32, and divided by size. The sums of the
+// rows before tell whether all their numbers are finite.
 struct AverageArgs {
     void* const* rows;  // host memory, num_rows pointers of one dtype, which do not overlap
     int64_t num_rows;   // a multiple of size

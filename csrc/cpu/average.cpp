@@ -11,7 +11,8 @@ namespace {
 
 inline constexpr int64_t kMeanTile = 1024;  // elements of a mean, which stays in L1; it divides the block
 
-// mean[0:numel] = the sum of `count` rows in ascending order, or += it. Adds each row's own sum, formed in fp32, to sums.
+// mean[0:numel] = the sum of `count` rows in ascending order, or += it. Adds each row's own sum, formed in fp32, to
+// sums.
 template <bool kFirst, int count, typename T>
 DDPCORE_INLINE void add_rows(float* __restrict mean, void* const* rows, int64_t first, int64_t numel, double* sums) {
     const T* row[count];

@@ -314,7 +314,7 @@ class Communicator(ABC):
     def average_pieces_(
         self, columns: Tensor, pieces: Iterable[tuple[int, Sequence[Tensor]]], size: int
     ) -> dict[int, Tensor]:
-        """Average columns of virtual learners, pieces by their first column. Returns the sums of rows before."""
+        """Average columns of virtual learners that lie in pieces. Returns the rows' sums before, by first column."""
         self.bytes_sent += average_bytes(columns[0], size)
         return {begin: average_(rows, size) for begin, rows in pieces}
 

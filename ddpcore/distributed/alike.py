@@ -119,7 +119,7 @@ def _sum_of_numbers(numbers: Tensor) -> Tensor:
 
 
 def _row_sums(rows: Tensor) -> Tensor:
-    """The same for each row."""
+    """For each row the bits of its numbers as integers, added."""
     integer = _INTEGERS[rows.element_size()]
     return rows[:, None].flatten(1).view(integer).sum(dim=1, dtype=integer).to(torch.int64)
 

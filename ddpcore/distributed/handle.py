@@ -99,7 +99,7 @@ class Distributed:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
-        """Clip each learner's gradient to a norm, and return the norms. One without a backward pass averages first."""
+        """Clip each learner's gradient to a norm, and return them. A learner without a pass takes its average first."""
         self._join_average()
         norms: list[Any] = [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
         return [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]

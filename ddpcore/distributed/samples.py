@@ -91,7 +91,7 @@ class SampleWatch:
 
 
 def has_gradients(flat: FlatParameters, *, shared: bool = False) -> bool:
-    """Whether a gradient is not zero. If ``shared``, also one of another shard of the learner: collective over them."""
+    """Whether a gradient is not zero. If ``shared``, gradients of the learner's other shards count, too: collective."""
     gradients = [parameter.grad for parameter in flat.parameters if parameter.grad is not None]
     found = any(bool((one._values() if one.is_sparse else local(one)).any()) for one in gradients)
     if not shared or flat.shards is None:

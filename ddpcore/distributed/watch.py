@@ -196,7 +196,7 @@ class LoopWatch:
         self._sums[int(columns.storage_offset())] = row_sums(columns)
 
     def note_sums(self, sums: dict[int, Tensor]) -> None:
-        """Take the same sums of columns that were averaged where they lie, by their first column."""
+        """Take the sums ``[L]`` of columns that were averaged where they lie, by their first column."""
         self._sums |= sums
 
     def begin_pause(self) -> None:
@@ -236,7 +236,7 @@ class LoopWatch:
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
     def needs_none(self) -> bool:
-        """Whether a step needs no average: no pass, and the gradients of the last step, or none and no other rank."""
+        """Whether a step needs no average: it has no pass, and the last step's gradients, or none and no other rank."""
         comm, grads = self.learner.comm, map(_gradient_of, self._flat.parameters)
         has_some = any(grad is not None for grad in grads) or len(comm.learners) == comm.num_learners
         return has_some and not self.num_passes and not self._has_others()

@@ -34,9 +34,7 @@ struct DeviceMix {
 template <typename T>
 struct DeviceAverage {
     DeviceAverage(AverageProblem<T>& host, int64_t offset)
-        : args(host.args()),
-          partials(host.num_blocks() * args.num_rows),
-          sums(args.num_rows) {
+        : args(host.args()), partials(host.num_blocks() * args.num_rows), sums(args.num_rows) {
         for (const auto& row : host.rows) {
             rows.push_back(std::make_unique<DeviceBuffer<T>>(*row, offset));
             pointers.push_back(rows.back()->data());

@@ -64,7 +64,8 @@ TYPED_TEST(AverageTest, AnySplitIntoRangesHasTheSameBits) {
     for (uint32_t seed = 0; seed < 5; ++seed) {
         AverageProblem<TypeParam> whole(6, 3, 50001, 0), split(6, 3, 50001, 1);
         cpu::average_(whole.args(), 0, whole.num_blocks());
-        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed)) cpu::average_(split.args(), begin, end);
+        for (const auto& [begin, end] : random_ranges(split.num_blocks(), seed))
+            cpu::average_(split.args(), begin, end);
         for (size_t k = 0; k < 6; ++k) {
             ASSERT_TRUE(split.rows[k]->same_bits(*whole.rows[k])) << "row " << k;
         }
