@@ -72,8 +72,9 @@ class LoopWatch:
             flat.before_gradients = self.resets.note
         if self.resets is not None and not self._traits.averages_gradients:
             flat.on_gradients.append(self.resets.note_whole)
+            note = self.resets.hook()
             for parameter in flat.parameters:
-                parameter.register_post_accumulate_grad_hook(self.resets.hook())
+                parameter.register_post_accumulate_grad_hook(note)
         learner.watch = self
 
     # ---- calls of step(): only the outermost is a step of training ----

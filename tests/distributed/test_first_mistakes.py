@@ -177,8 +177,10 @@ def test_each_learner_may_be_reset_before_its_own_pass(make, bias, to_none):
 @pytest.mark.parametrize("vectorize", [True, False])
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
 def test_a_learner_may_be_measured_between_two_steps(make, vectorize, to_none):
-    """With a backward pass, before all gradients are reset."""
+    """With a backward pass, before all gradients are reset: it changes nothing about what follows."""
     handle, optimizer = trained(make(), vectorize=vectorize)
+    alone = copy.deepcopy(handle.models[0])  # all learners see the same batch
+    other = torch.optim.SGD(alone.parameters(), lr=0.1)
     x = torch.ones(L, 6, 5)
     for _ in range(3):
         optimizer.zero_grad(to_none)
@@ -187,6 +189,12 @@ def test_a_learner_may_be_measured_between_two_steps(make, vectorize, to_none):
         with handle.no_sync():
             handle.models[0].zero_grad(to_none)
             handle.models[0](x[0]).sum().backward()
+        other.zero_grad()
+        alone(x[0]).square().mean().backward()
+        other.step()
+    for one in handle.models:
+        for mine, expected in zip(one.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, expected)
 
 
 def test_one_norm_of_all_learners_is_refused():
