@@ -88,7 +88,7 @@ class ResetWatch:
             self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
 
     def changed(self, flat: FlatParameters) -> tuple[list[int], list[int]]:
-        """The indices of gradients that have changed since they were noted, and of all noted ones. Notes end."""
+        """The indices of gradients that have changed since they were noted, and of all noted. It clears the notes."""
         noted, versions = self.noted, self._versions
         self.noted, self._versions = {}, []
         if not noted and not versions:

@@ -237,7 +237,7 @@ class LoopWatch:
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
     def needs_none(self) -> bool:
-        """Whether a step needs no average: it has no pass, and the last step's gradients, or none and no other rank."""
+        """Whether a step needs no average: without a pass it repeats the last one's gradients, or no rank has any."""
         comm, grads = self.learner.comm, map(_gradient_of, self._flat.parameters)
         has_some = any(grad is not None for grad in grads) or len(comm.learners) == comm.num_learners
         return has_some and not self.num_passes and not self._has_others()
