@@ -260,7 +260,9 @@ class LoopWatch:
                 "outside, also of a shorter last window, or call step() inside"
             )
         elif self._flat.num_rows > 1:
-            why += ", once a learner, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
+            idle = [str(i) for i, row in enumerate(self._rows()) if all(parameter.grad is None for parameter in row)]
+            of = f" (learner {', '.join(idle)} has no gradient)" if idle else ""
+            why += f", once a learner{of}, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
         raise RuntimeError(f"{self._strategy.name}: {why}")
 
     def _check_rows(self) -> bool:
