@@ -13,7 +13,7 @@ First how many verdicts each study has, then its claims. Each line is a claim of
 project, and what the runs here say about it. `n` is the smallest number of seeds behind the verdict: one seed proves
 nothing. *Published* applies the same predicate to the document's own numbers, where it has them. *Within the spread*:
 it holds of the means, and not with each seed. *Void*: a claim about the speed of ranks that outnumbered the cores. The
-page of a study has the predicates and explains the numbers.
+page of a study has the predicates and explains the numbers. *Scale* names settings that the runs changed.
 `PYTHONPATH=. python docs/claims.py` writes this page.
 """
 COLUMNS = ("claim", "source", "published", "verdict", "n", "scale")
@@ -40,11 +40,13 @@ def rows_of(study: Path) -> list[list[str]]:
                 if verdict["reason"].startswith("n=")
                 else "-"
             )
+            settings = [f"{key}={value}" for key, value in run["set"].items()]
+            where = ", ".join([run["scale"], *settings])
             said = [
                 claim["on_published"]["word"],
                 verdict["word"],
                 num_seeds,
-                run["scale"],
+                where,
             ]
             rows.append([claim["text"], claim["source"], *said])
     return sorted(rows, key=lambda row: row[3] == "not run")
