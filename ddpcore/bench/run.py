@@ -73,8 +73,7 @@ def _compare(world: World, resolved: ResolvedConfig, dataset: data.Dataset) -> N
         of_first = resolved.train_config(HIDDEN.get(contenders[0].name, contenders[0].name))
         print(estimate(of_first, contenders[0].active), file=sys.stderr, flush=True)
     torch.manual_seed(config.run.seed + 1 + world.rank)  # after all models are built: dropout differs from rank to rank
-    total = num_steps * len(contenders)
-    with ProgressReport("training steps", total, shown=world.rank == 0) as progress:
+    with ProgressReport("training steps", num_steps * len(contenders), shown=world.rank == 0) as progress:
         for block, timed in _blocks(num_steps):
             for one in contenders:
                 one.run(block, timed=timed)

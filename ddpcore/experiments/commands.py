@@ -139,7 +139,7 @@ def _run(options: RunOptions) -> int:
     finished = folder.finished()
     pending = [job for job in plan.jobs if (job.row, job.seed) not in finished]
     num_kept = len(plan.jobs) - len(pending)
-    for line in cost_of(pending, datasets) if pending else ():
+    for line in cost_of(pending, datasets, options.jobs) if pending else ():
         print(line, flush=True)
     with locked(folder.path):
         check_folder(folder.path, plan.manifest, options.resume)  # again: another process may have written meanwhile

@@ -54,7 +54,7 @@ class RunPlan:
     manifest: Mapping[str, Any]
 
 
-def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
+def cost_of(pending: Sequence[Job], datasets: Datasets, processes: int = 1) -> list[str]:
     """What the runs that are not finished cost, in lines: their number, memory of the largest, bytes of checkpoints."""
     samples: dict[int, str] = {}
     disk = models = 0
@@ -73,7 +73,7 @@ def cost_of(pending: Sequence[Job], datasets: Datasets) -> list[str]:
     if samples:
         most, who = max(samples.items())  # a process keeps freed memory, because that is faster
         lines.append(f"activations, estimated: up to {bytes_text(most)} ({who}); a process may hold five times that")
-    checkpoints = f"up to {bytes_text(disk)} of checkpoints until a run has finished"
+    checkpoints = f"up to {bytes_text(disk * min(processes, len(pending)))} of checkpoints until runs have finished"
     return [*lines, f"disk, estimated: {checkpoints}, then {bytes_text(models)} of models of all runs"]
 
 

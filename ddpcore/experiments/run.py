@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpcore.experiments.metrics import curves_of, metrics_of
-from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_folder
+from ddpcore.experiments.plan import Datasets, Job, RunPlan, backend_of, check_folder, cost_of
 from ddpcore.records.run import CHECKPOINTS, steps_of
 from ddpcore.records.study import FAILED, FINISHED, Folder
 from ddpcore.runtime import launch
@@ -134,7 +134,10 @@ def run_in_torchrun(world: World, plan: RunPlan, folder: Folder, resume: bool) -
     dist.broadcast_object_list(news)
     if isinstance(news[0], str):
         raise ValueError(news[0])
-    _work(world, [job for job in plan.jobs if (job.row, job.seed) not in news[0]], folder)
+    pending = [job for job in plan.jobs if (job.row, job.seed) not in news[0]]
+    for line in cost_of(pending, Datasets()) if pending and world.rank == 0 else ():
+        print(line, flush=True)
+    _work(world, pending, folder)
 
 
 def warn(line: str) -> None:

@@ -212,11 +212,13 @@ class Trainer:
         """Mean training loss ``[L]`` of each learner's samples, computed with ``model``."""
         return self._losses(model, *self._batch(indices_LB))
 
-    def _losses_of_each(self, indices_LB: Tensor) -> Tensor:
-        """The same where learners have batches of different size, which no tensor holds: each model is called alone."""
+    def _backward_of_each(self, indices_LB: Tensor) -> Iterator[Tensor]:
+        """Passes of learners with batches of different size, which no tensor holds: each model alone; their losses."""
         train, epoch = self.dataset.train, self.batches.epoch(self.num_steps)
-        pairs = zip(self.handle.models, indices_LB, strict=True)
-        return torch.cat([self._losses(model, *train.batch(row[row >= 0], epoch)) for model, row in pairs])
+        for model, row in zip(self.handle.models, indices_LB, strict=True):
+            losses = self._losses(model, *train.batch(row[row >= 0], epoch))
+            losses.sum().backward()
+            yield losses.detach()
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
         deals = self.handle.deals
@@ -234,9 +236,7 @@ class Trainer:
         found = []
         try:
             if self.stacked and self.batches.sizes:
-                losses = self._losses_of_each(indices_LB)
-                losses.sum().backward()
-                return losses.detach()
+                return torch.cat(list(self._backward_of_each(indices_LB)))
             for inputs, labels in self.handle.split(*self._batch(indices_LB), at_once=self.at_once):
                 losses = self._losses(self.model, inputs, labels)
                 if share != 1:

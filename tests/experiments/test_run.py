@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpcore.experiments import study
-from ddpcore.experiments.plan import Datasets, Job, make_plan
+from ddpcore.experiments.plan import Datasets, Job, cost_of, make_plan
 from ddpcore.experiments.run import _run_share, run
 from ddpcore.records.study import Folder, read_manifest
 from ddpcore.runtime.launch import World
@@ -244,7 +244,8 @@ def test_torchrun_runs_a_study(tiny: Path, tmp_path: Path) -> None:
     words = ("run", tiny, "--rows", "ssgd", "--seeds", 1, "--set", "strategy.learners=4", "--set", "data.batch_size=16")
     assert process(*words, "--out", tmp_path / "own", "--world-size", 2).returncode == 0
     command = ["-m", "ddpcore.experiments", *words, "--out", tmp_path / "out"]
-    ranks.printed(ranks.as_torchrun(command, ranks.ROOT))
+    first, other = ranks.printed(ranks.as_torchrun(command, ranks.ROOT))
+    assert ("1 runs: 1 rows, 1 seeds" in first, "1 runs" in other) == (True, False)
     own, joined = (Folder(tmp_path / name).results()["ssgd", 0] for name in ("own", "out"))
     assert own["place"] == joined["place"] == "2 processes of 2 virtual learners"
     assert own["metrics"]["train_loss"] == joined["metrics"]["train_loss"]
@@ -304,6 +305,10 @@ def test_the_cost_is_said_before_the_first_run(main: Main, tiny: Path, tmp_path:
     assert re.search(rf"activations, estimated: up to \d+\.\d\d (K|M)iB {who}", text)
     assert re.search(r"disk, estimated: up to \d+\.\d\d KiB of checkpoints", text)
     assert re.findall(r"about \d+\.\d\d h for (\d) runs, if all take as long", text) == ["4", "3", "2"]
+    jobs = make_plan(study.find_study(str(tiny)), Folder(tmp_path / "two"), rows=["a"], num_seeds=2).jobs
+    lines = (cost_of(jobs, Datasets(), processes)[-1] for processes in (1, 2, 3))
+    one, two, three = (float(re.findall(r"up to (\d+\.\d\d) KiB", line)[0]) for line in lines)
+    assert (two, three) == pytest.approx((2 * one, 2 * one), rel=1e-2), "of runs at the same time"
 
 
 def test_rows_of_one_world_size_and_two_backends(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,23 @@ def test_learners_train_as_one_with_all_samples(name: str) -> None:
     torch.testing.assert_close(*weights, rtol=0, atol=3e-6)
 
 
+def test_activations_of_one_learner_live_at_once() -> None:
+    """A learner's backward pass runs before the next one's forward pass, with batches of different size too."""
+    data, fields = {"name": "digits", "batch_size": 15, "learners_batch": [7, 2, 6]}, {"name": "ssgd", "learners": 3}
+    config = images.config(data=data, strategy=fields, model={"name": "mlp", "hidden": [16]})
+    trainer = build_trainer(LearnerPlacement.of(config, None), load_dataset("digits", seed=0))
+    order: list[str] = []
+    for number, model in enumerate(trainer.handle.models):
+
+        def note(_: object, __: object, output: torch.Tensor, number: int = number) -> None:
+            order.append(f"forward {number}")
+            output.register_hook(lambda _: order.append(f"backward {number}"))
+
+        model.register_forward_hook(note)
+    trainer.step()
+    assert order == [f"{name} {number}" for number in range(3) for name in ("forward", "backward")]
+
+
 @each(
     ("speeds", "batch_size", "sizes"),
     [
