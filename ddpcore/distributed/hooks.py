@@ -339,6 +339,7 @@ class HookedDistributed(Distributed):
         learner, watch, buckets = self.learner, self._watch, self._buckets
         if buckets is None or not self.strategy.plan(learner.step).averages_gradients:
             return
+        watch.forget_reset()
         if watch.has_average and not buckets.lacking_rows and not self._samples.is_anew:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")

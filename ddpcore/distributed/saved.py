@@ -81,7 +81,7 @@ def load_run_state(
 ) -> None:
     """Load what every process of a run has saved, in the order of its learners. Collective.
 
-    As many learners get the bits that they had. Another number of learners starts from the average of all that were
+    As many learners get the bits that they had. Another number of learners starts from the plain mean of all that were
     saved: its weights and buffers, the moments of the optimizer, and the step. An outer optimizer that all learners
     share keeps its state. What a strategy keeps for each learner, such as a tracked gradient, starts anew.
 

@@ -214,7 +214,8 @@ class LoopWatch:
 
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
-        if not self.has_average and self._traits.stays_identical:
+        if self._traits.stays_identical:
+            self._check_buffers()  # a rank without a forward pass has not yet
             check_alike(self.learner, self._columns, is_apart=self._is_apart)
 
     def note_average(self) -> None:
@@ -236,6 +237,11 @@ class LoopWatch:
         found = (None if ref is None else ref() for ref in refs)
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
+    def forget_reset(self) -> None:
+        """Before a step: the average of one that was left out is gone, because its gradients are None now."""
+        if self.has_average and all(parameter.grad is None for parameter in self._flat.parameters):
+            self.averaged, self.has_average = self._num_pauses > 0, False
+
     def needs_none(self) -> bool:
         """Whether a step needs no average: without a pass it repeats the last one's gradients, or no rank has any."""
         comm, grads = self.learner.comm, map(_gradient_of, self._flat.parameters)
@@ -254,10 +260,10 @@ class LoopWatch:
         if not self.had_pause and not self._has_others():  # shards of FSDP2 add up without a new version
             return
         why = "gradients were set or changed without a backward pass and so not averaged: call backward() before step()"
-        if self.had_pause:
+        if self.had_pause or self._num_pauses:
             why = (
                 "all backward passes of this step were inside no_sync(), so nothing was averaged: run the last one "
-                "outside, also of a shorter last window, or call step() inside"
+                f"outside, also of a shorter last window{', or call step() inside' if self._traits.group == 1 else ''}"
             )
         elif self._flat.num_rows > 1:
             idle = [str(i) for i, row in enumerate(self._rows()) if all(parameter.grad is None for parameter in row)]
@@ -307,7 +313,8 @@ class LoopWatch:
                 "only the model of learner 0 was called, or parts of it: call handle.model(x) with inputs [learners, "
                 "batch, ...], or each of handle.models"
             )
-        if closure is None and not self.averaged and plan.averages_gradients:
+        is_averaged = self.averaged if self._traits.group == 1 else self.has_average  # a group's learners stay alike
+        if closure is None and not is_averaged and plan.averages_gradients:
             self._check_averaged()
         if self._is_late:
             raise RuntimeError(

@@ -30,8 +30,9 @@ _PRODUCT = re.compile(
 _ADDED = re.compile(r"addb?mm|addmv|baddbmm")  # products whose first argument is no factor
 _RESHAPE = re.compile(
     r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type(_as)?|clone|chunk|"
-    r"split|unbind|(un)?squeeze|expand"
+    r"split|unbind|(un)?squeeze|expand|index_select"
 )
+_TAKES = ("getitem", "index_select")
 _DIAGONAL = re.compile(r"diag.*|block_diag")  # of a matrix it is none
 
 
@@ -178,7 +179,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
     for node in places:
         layer = bare.get_submodule(node.target) if node.op == "call_module" else nn.Identity()
         inputs, name = node.all_input_nodes, _name(node)
-        known = fixed.issuperset(inputs[:1] if _RESHAPE.fullmatch(name) and name != "getitem" else inputs)
+        known = fixed.issuperset(inputs[:1] if _RESHAPE.fullmatch(name) and name not in _TAKES else inputs)
         if node.op == "get_attr" or (known and inputs and not _ids([layer]) and not _DIAGONAL.fullmatch(name)):
             fixed.add(node)
     for node, place in places.items():
@@ -191,7 +192,7 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
             found = list(_users(node, fixed))
             products = [places[user] for user, name in found if _PRODUCT.fullmatch(name)]
             uses.append((max(products, default=place), node.target, "factor" if products else "other"))
-            if names[node.target] == 2 and any(_takes_rows(*one) for one in found):
+            if names[node.target] == 2 and any(_takes_rows(*one) for one in found if one[0] not in fixed):
                 uses.append((place, node.target, "table"))
     for _, name, how in sorted(uses, key=lambda use: use[0]):
         yield name, how
@@ -214,11 +215,19 @@ def _users(node: Any, fixed: set[Any]) -> Iterator[tuple[Any, str]]:
 
 def _takes_rows(node: Any, name: str) -> bool:
     """Whether a function takes rows of a table, whose shape has not changed, by an index that is traced."""
-    if name == "getitem":
+    if name not in _TAKES:
+        return name in ("embedding", "embedding_bag")
+    if name == "index_select":
+        index = node.kwargs.get("dim", [*node.args, 0][1])
+    else:
         index = node.args[1][:1] if isinstance(node.args[1], tuple) else node.args[1:]
-        is_reshaped = _name(node.args[0]) in ("view", "reshape", "unflatten", "unsqueeze")
-        return any(isinstance(one, fx.Node) for one in index) and not is_reshaped
-    return name in ("embedding", "embedding_bag", "index_select")
+    value, names = node.all_input_nodes[0], set()
+    while value.all_input_nodes:
+        names.add(_name(value))
+        value = value.all_input_nodes[0]
+    if names & {"view", "reshape", "unflatten", "unsqueeze", "t", "transpose", "permute", "stack"}:
+        return False
+    return index in (0, -2) if name == "index_select" else any(isinstance(one, fx.Node) for one in index)
 
 
 def _name(node: Any) -> str:

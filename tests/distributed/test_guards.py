@@ -42,6 +42,11 @@ def test_a_rank_without_samples_takes_part_after_a_step_that_was_left_out(seen: 
         assert max(rank["left out"]) < 1e-6, rank["left out"]
 
 
+@pytest.mark.slow
+def test_a_rank_has_no_pass_in_the_second_step(seen: list[dict[Any, Any]]) -> None:
+    assert max(rank["second step"] for rank in seen) < 1e-6
+
+
 @pytest.mark.parametrize("part", ["_start_alike", "StateSync", "HookedDistributed", "FlatParameters"])
 def test_a_failed_call_on_virtual_learners_changes_nothing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:

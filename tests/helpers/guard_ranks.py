@@ -204,12 +204,16 @@ def samples_set_once(rank: int) -> tuple[str, bool]:
 
 
 def samples_after_a_step_left_out(rank: int, order: str) -> float:
-    """A step is left out, and in the next one rank 1 has no samples and no pass. How far weights are from the mean."""
+    """A step is left out, and in the next one rank 1 has no samples and no pass. How far weights are from the mean.
+
+    If ``order`` sets no numbers, it is the mean over learners.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     connection = ddpcore.Connection(timeout=5.0)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD("samples"), connection=connection)
+    strategy, share = (ddpcore.SSGD("samples"), 1) if "set" in order else (ddpcore.SSGD(), 2)
+    handle = ddpcore.distribute(model, optimizer, strategy, connection=connection)
     expected = weights(model)
     for counts in ([4, 1], [4, 0]):
         inputs = [torch.randn(num, 3) for num in counts]
@@ -221,7 +225,36 @@ def samples_after_a_step_left_out(rank: int, order: str) -> float:
         if counts[rank]:
             model(inputs[rank]).mean().backward()
     optimizer.step()
-    return float((weights(model) - expected + inputs[0].mean(0)).abs().max())
+    return float((weights(model) - expected + inputs[0].mean(0) / share).abs().max())
+
+
+class _HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(8, 2), nn.Linear(5, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.body(inputs).relu())
+
+
+def second_step_without_a_pass(rank: int) -> float:
+    """Rank 1 has none, just after the layout has changed. How far weights are from plain ones."""
+    torch.manual_seed(0)
+    model, expected = _HeadFirst(), _HeadFirst()
+    expected.load_state_dict(model.state_dict())
+    optimizers = sgd(model), sgd(expected)
+    ddpcore.distribute(model, optimizers[0], ddpcore.SSGD())
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        inputs = torch.randn(2, 4, 5)
+        for other in range(1 if step == 1 else 2):
+            (expected(inputs[other]).square().mean() / 2).backward()
+            if other == rank:
+                model(inputs[rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return float((weights(model) - weights(expected)).abs().max())
 
 
 def main() -> None:
@@ -231,8 +264,9 @@ def main() -> None:
     seen["frozen"] = frozen_on_rank_0(rank)
     seen["samples"] = samples_set_once(rank)
     seen["left out"] = [
-        samples_after_a_step_left_out(rank, order) for order in ("None, set", "set, None", "zeros, set")
+        samples_after_a_step_left_out(rank, order) for order in ("None, set", "set, None", "zeros, set", "None")
     ]
+    seen["second step"] = second_step_without_a_pass(rank)
     for transport in ("shm", "pg"):
         seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
         dist.barrier()

@@ -167,6 +167,32 @@ class Permutes(nn.Module):
         return self.head(torch.tanh(rows @ self.experts.view(2, 4, 4)[x[0] % 2]))
 
 
+class Takes(nn.Module):
+    """A hidden matrix of which ``take`` makes a factor."""
+
+    def __init__(self, take: Any) -> None:
+        super().__init__()
+        self.hidden, self.head, self.take = nn.Parameter(torch.randn(16, 4)), nn.Linear(4, 9), take
+        self.register_buffer("index", torch.randperm(4))
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        return self.head(self.take(self, x, index))
+
+
+MATRICES = [
+    lambda m, x, i: x @ m.hidden.index_select(1, i),
+    lambda m, x, i: nn.functional.linear(x, m.hidden[m.index]),
+    lambda m, x, i: x @ m.hidden.view(4, 4, 4).transpose(1, 2)[i],
+    lambda m, x, i: x @ m.hidden.view(4, 4, 4).float()[i],
+    lambda m, x, i: x @ torch.stack(m.hidden.chunk(4))[i],
+]
+
+
+def test_columns_constant_rows_and_experts_are_no_tables() -> None:
+    for take in MATRICES:
+        assert adamw(Takes(take)) == {"head.weight"}
+
+
 def test_use_is_where_a_product_is_and_not_where_a_parameter_is_read():
     for take in (lambda w, x: w[x], lambda w, x: w.float()[x, :], lambda w, x: w.index_select(0, x)):
         assert adamw(LooksUp(take)) == {"table", "positions", "head.weight"}

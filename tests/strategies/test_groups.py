@@ -244,6 +244,15 @@ def test_gradients_set_without_a_backward_pass_are_refused() -> None:
         run.optimizer.step()
 
 
+def test_a_step_inside_no_sync_is_refused() -> None:
+    """It would leave the learners of a group apart, of which each sends a part of the group's weights."""
+    for strategy in (LocalSGD(3, group=K), ddpcore.DPSGD(ddpcore.Complete(), group=K)):
+        run = Run(strategy, *data(4))
+        with run.handle.no_sync(), pytest.raises(RuntimeError, match=r"inside no_sync.*shorter last window$"):
+            run.backward()
+            run.optimizer.step()
+
+
 def test_statistics() -> None:
     """Without a learner's own gradient there is no noise to measure."""
     run = Run(LocalSGD(3, group=K), *data(4))
