@@ -337,10 +337,10 @@ class HookedDistributed(Distributed):
     def _join_average(self) -> None:
         """Average zeros for learners without a backward pass in this step, because the other learners wait for them."""
         learner, watch, buckets = self.learner, self._watch, self._buckets
+        learner.num_samples = self.num_samples
         if buckets is None or not self.strategy.plan(learner.step).averages_gradients:
             return
-        watch.forget_reset()
-        if watch.has_average and not buckets.lacking_rows and not self._samples.is_anew:
+        if watch.keeps_average() and not buckets.lacking_rows and not self._samples.is_anew:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
         has_no_samples = self.counts_samples and not counts_L[buckets.lacking_rows or slice(None)].any()

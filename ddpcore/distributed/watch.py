@@ -237,10 +237,11 @@ class LoopWatch:
         found = (None if ref is None else ref() for ref in refs)
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
-    def forget_reset(self) -> None:
-        """Before a step: the average of one that was left out is gone, because its gradients are None now."""
+    def keeps_average(self) -> bool:
+        """Whether gradients are an average: of a step that was left out they are not, because they are None now."""
         if self.has_average and all(parameter.grad is None for parameter in self._flat.parameters):
             self.averaged, self.has_average = self._num_pauses > 0, False
+        return self.has_average
 
     def needs_none(self) -> bool:
         """Whether a step needs no average: without a pass it repeats the last one's gradients, or no rank has any."""

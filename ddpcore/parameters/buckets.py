@@ -111,7 +111,8 @@ class GradientBuckets:
         index = self.flat.index[id(parameter)]
         row, segment = divmod(index, len(self._num_missing))
         if current != self._pass:
-            self._begin(current, row in self._rows)
+            others = (one.grad for one in self.flat.parameters if one is not parameter)
+            self._begin(current, row in self._rows or not any(grad is not None for grad in others))  # after a reset
         elif index in self._seen:
             return
         if gradient.requires_grad:

@@ -122,7 +122,7 @@ def run_chain(
             else:
                 is_saved = values.requires_grad and at is not None  # the weight, whose gradient goes to the inputs
                 values = torch.stack(_products(values, weight, bias))
-                if is_saved:
+                if is_saved and values.requires_grad:
                     with own_hooks():
                         values.register_hook(lambda _, at=at: one.check_weights(at))
         elif isinstance(first, nn.Flatten):
