@@ -268,6 +268,10 @@ class Communicator(ABC):
     def note_topology(self, topology: Topology) -> None:
         """Say in the description which edges of a topology go which way, if there are several ways."""
 
+    def reads(self, row: int) -> bool:
+        """Whether the next operation reads this row of those held here, whose learner may be gone."""
+        return True
+
     def play(self, script: Iterable[Change]) -> None:
         """See :meth:`ddpcore.Distributed.play`."""
         raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")

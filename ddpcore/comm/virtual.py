@@ -123,6 +123,11 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._script.append(change)
         self._script.sort(key=lambda change: change.operation)
 
+    @override
+    def reads(self, row: int) -> bool:
+        due = [change for change in self._script if change.operation <= self.num_operations]
+        return row in self.membership.members and not any(row in change.lost for change in due)
+
     def _begin(self, step: int | None) -> None:
         """Begin an operation: apply the changes that are due."""
         while self._script and self._script[0].operation <= self.num_operations:

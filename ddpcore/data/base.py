@@ -98,8 +98,7 @@ class Dataset:
         normalization: what suits the samples, if they are images; :meth:`transformed` applies it.
         augmentation: likewise, of the training split.
 
-    ValueError if a split has samples of another shape, a label or token outside the classes, or tokens where another
-    one has none.
+    ValueError: a split has samples of another shape, a label or token outside the classes, or alone has tokens.
     """
 
     name: str

@@ -64,8 +64,7 @@ class ShardedBatches:
             samples with any sizes. They need the sampler ``global`` and drop_last, without parts and growth.
 
     Raises:
-        ValueError: a batch cannot be split equally, or is larger than the data set; or ``growth`` is no list of pairs
-            that ascend.
+        ValueError: a batch cannot be split equally, or is larger than the data set; ``growth`` has no ascending pairs.
     """
 
     num_samples: int

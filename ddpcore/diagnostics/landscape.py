@@ -157,8 +157,7 @@ def landscape(
 ) -> Surface:
     """Compute loss and accuracy at each point (x, y) of a plane (Li et al. 2018).
 
-    The model is as before after the call, also after an exception or Ctrl-C. Only a constant number of points is in
-    memory at a time.
+    The model is as before after the call, also after an exception or Ctrl-C. Memory holds a constant number of points.
 
     Args:
         data: model, loss and samples. Accuracy is the percentage of samples whose largest output has the index of the

@@ -156,8 +156,7 @@ def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Ten
 
 def _check_reached(learner: Learner, reached: set[int]) -> None:
     """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
-    alive = range(learner.flat.num_rows) if learner.comm.membership is None else learner.comm.membership.members
-    if missing := sorted(set(range(learner.flat.num_rows)).intersection(alive) - reached):
+    if missing := sorted(set(filter(learner.comm.reads, range(learner.flat.num_rows))) - reached):
         raise ValueError(
             f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}: call handle.model, or each "
             "of handle.models, and return the sum of all losses"

@@ -209,11 +209,10 @@ class Distributed:
     def lose(self, learner: int) -> None:
         """Let a virtual learner die now, as :meth:`play` does. ValueError, too: there is no such learner."""
         members = () if self.comm.membership is None else self.comm.membership.members
-        operation = getattr(self.comm, "num_operations", 0)
         if members and learner not in members:
             raise ValueError(f"learner {learner} is not among those that are left, {list(members)}")
         left = tuple(one for one in members if one != learner)
-        self.play([Change(operation=operation, step=None, members=left, lost=(learner,))])
+        self.play([Change(operation=getattr(self.comm, "num_operations", 0), step=None, members=left, lost=(learner,))])
 
     def slow_ranks(self) -> list[SlowRank]:
         """The ranks for which the others wait, and in which phase of the step they lose the time. Collective.

@@ -86,8 +86,7 @@ def judge(
     """Whether a predicate that :func:`check` accepted is true of the outcomes of finished runs.
 
     ``metric`` is for functions that name none. With ``published`` the outcomes are numbers of a source, one a row,
-    which has neither seeds nor divergence. The reason of a verdict on runs is ``n=``, the fewest seeds that one of its
-    functions uses.
+    which has neither seeds nor divergence. The reason of a verdict on runs is ``n=``, the fewest seeds of a function.
     """
     tree = _parse(predicate)
     if missing := [row for row in rows_in(tree) if not outcomes.get(row)]:

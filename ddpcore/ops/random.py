@@ -28,8 +28,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def _radius(words: Tensor) -> Tensor:
-    uniform = ((words >> 1).float() + 0.5) * 2**-31
-    bits = uniform.view(torch.int32)
+    bits = (((words >> 1).float() + 0.5) * 2**-31).view(torch.int32)  # of a uniform number
     exponent = (bits - 0x3F3504F3) >> 23
     mantissa = (bits - (exponent << 23)).view(torch.float32)
     ratio = (mantissa - 1) / (mantissa + 1)

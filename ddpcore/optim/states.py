@@ -59,6 +59,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def give_own_rate(self) -> None:
         """Copy the learning rate of the last group if it is the tensor of another group: schedulers write into both."""
         *others, group = self.param_groups
+        if isinstance(group["lr"], Tensor) and group["lr"] is self.defaults["lr"]:
+            self.defaults["lr"] = group["lr"].clone()  # of later groups, whatever schedulers write into this one
         if isinstance(group["lr"], Tensor) and any(group["lr"] is one["lr"] for one in others):
             group["lr"] = group["lr"].clone()
 

@@ -110,8 +110,7 @@ class DPSGD(GradientAverages):
     With ``staleness`` 1 the exchange may take one more step:
     ``w_j(t+1) = w_j(t) + 1/2 sum_k W_jk(t-1) (w_k(t-1) - w_j(t-1)) - a g_j(w_j(t))``. The mean over learners moves as
     without the delay. The factor 1/2 keeps every symmetric W stable: for an eigenvalue l of W, the error decays as the
-    roots of ``z^2 - z + (1-l)/2``, whose magnitude is below one for all l in (-1, 1). For other W, :meth:`setup` checks
-    the stability.
+    roots of ``z^2 - z + (1-l)/2``, of magnitudes below one for all l in (-1, 1). :meth:`setup` checks other W.
 
     With ``consensus`` learners average less as the learning rate falls (:class:`AdaptiveConsensus`): W(t) becomes
     ``(1 - c_t) I + c_t W(t)``.

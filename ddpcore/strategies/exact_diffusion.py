@@ -27,8 +27,7 @@ class ExactDiffusion(Strategy):
 
     It is computed by the correction ``c(t) = w(t) - psi(t-1)``, which is zero at first:
     ``x = psi + c``;  ``d_j = sum_k V_jk (x_k - x_j)``;  ``c <- c + d``;  ``w <- x + d``. The corrections
-    of all learners sum to zero. In float32 the equation above would let rounding errors of the size of the weights add
-    up in that sum.
+    of all learners sum to zero. In float32 the equation above would add up rounding errors of the size of the weights.
 
     The only fixed point is the minimum of the mean loss, with equal weights on all learners, as long as the optimizer's
     step is linear in past gradients: SGD, with or without momentum. With another rule, such as Adam's, the fixed point

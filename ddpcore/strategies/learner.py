@@ -109,9 +109,7 @@ class Learner:
 
         Collective over the ranks of a sharded learner: all of them return a row if one of them has such a parameter.
         """
-        membership = self.comm.membership
-        if membership is not None and len(self.models) > 1:  # a virtual learner that has died keeps its row
-            rows = [row for row in rows if row in membership.members]
+        rows = list(filter(self.comm.reads, rows))  # a virtual learner that has died keeps its row
         found = {row: name for row in rows if (name := first_nonfinite(self.models[row], gradients=gradients))}
         if self.flat.shards is None:
             return found

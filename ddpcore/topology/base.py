@@ -44,6 +44,10 @@ class Topology(ABC):
         """How much each learner counts in the mean that averages keep, float64 [n] with mean 1; None: all alike."""
         return None
 
+    def measured(self, num_learners: int) -> "Topology":
+        """The topology whose gap and period measure this one: the last stage of a schedule, otherwise itself."""
+        return self
+
     def check_run(self, num_steps: int) -> None:
         """Raise ValueError if the topology has a schedule that goes past the end of a run of so many steps."""
 
@@ -74,6 +78,8 @@ class Topology(ABC):
         Computed by a Fourier transform if there are `translations`, else with dense matrices: the cost is cubic in n.
         """
         check(0, 0, num_learners)
+        if (measured := self.measured(num_learners)) is not self:
+            return measured.spectral_gap(num_learners)
         if num_learners == 1:
             return 1.0
         period, kept = self.period(num_learners), self.kept_weights(num_learners)

@@ -61,7 +61,7 @@ def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math
         # On a grid a column of W has the same entries as a row.
         doubly_stochastic &= shape is not None or of_step.is_doubly_stochastic(mixing_matrix(rounds))
     mean = math.fsum(degrees) / len(degrees)
-    gap = topology.spectral_gap(num_learners)
+    gap, of_gap = topology.spectral_gap(num_learners), topology.measured(num_learners).period(num_learners)
     return Description(
         num_learners=num_learners,
         period=period,
@@ -74,7 +74,7 @@ def describe(topology: Topology, num_learners: int, *, epsilon: float = 1 / math
         doubly_stochastic=doubly_stochastic,
         spectral_gap=gap,
         epsilon=epsilon,
-        mixing_time=_mixing_time(gap, period, epsilon) if num_learners > 1 else 0,
+        mixing_time=_mixing_time(gap, of_gap, epsilon) if num_learners > 1 else 0,
         smallest_eigenvalue=_smallest_eigenvalue(topology, num_learners) if period == 1 else None,
     )
 

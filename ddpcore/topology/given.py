@@ -79,8 +79,7 @@ class FromGraph(Given):
     equal degrees. This is for push-sum (Kempe, Dobra and Gehrke 2003, "Gossip-based computation of aggregate
     information"; Assran et al. 2019, "Stochastic Gradient Push"); DPSGD refuses it.
 
-    Loops, parallel edges and edge attributes are ignored. ValueError unless the graph is connected (a directed one
-    strongly).
+    Loops, parallel edges and edge attributes are ignored. ValueError: the graph is not (strongly) connected.
     """
 
     def __init__(self, graph: Any) -> None:

@@ -123,10 +123,8 @@ def _with_partners(rank: int, partners: Sequence[int]) -> Round:
 def random_matching(seed: int, step: int, num_learners: int, draw: int = 0) -> tuple[int, ...]:
     """The partner of each learner, itself if idle: adjacent learners of a random order are pairs.
 
-    ``draw`` numbers the matchings of a step.
-
-    The order sorts raw Philox bits, which NumPy keeps the same across versions and machines. The streams of its
-    higher-level samplers (permutation, shuffle) may change, and ranks with different matchings would average wrongly.
+    ``draw`` numbers the matchings of a step. The order sorts raw Philox bits, which NumPy keeps across versions and
+    machines. The streams of its samplers (permutation, shuffle) may change, and such ranks would average wrongly.
     """
     key = (step, draw) if draw else (step,)
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(num_learners)

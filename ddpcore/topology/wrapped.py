@@ -74,10 +74,8 @@ class Weighted(_Wrapped):
         return None  # learners differ
 
     @override
-    def spectral_gap(self, num_learners: int) -> float:
-        if self.kept_weights(num_learners) is None:
-            return self.topology.spectral_gap(num_learners)
-        return super().spectral_gap(num_learners)
+    def measured(self, num_learners: int) -> Topology:
+        return self.topology.measured(num_learners) if self.kept_weights(num_learners) is None else self
 
     @override
     def kept_weights(self, num_learners: int) -> Vector | None:
@@ -156,8 +154,9 @@ class Scheduled(Topology):
                 raise ValueError("Scheduled: a stage has weights of learners: take Weighted(Scheduled(...), weights)")
 
     @override
-    def spectral_gap(self, num_learners: int) -> float:
-        return float(self.stages.stages[-1][1].spectral_gap(num_learners))
+    def measured(self, num_learners: int) -> Topology:
+        last: Topology = self.stages.stages[-1][1]
+        return last.measured(num_learners)
 
     @override
     def check_run(self, num_steps: int) -> None:
@@ -307,8 +306,7 @@ def redrawn(topology: Topology, num_learners: int, *, push_sum: bool = False) ->
     """The topology for another number of learners: itself if it is valid for so many, otherwise ``Ring()``.
 
     Most topologies fit any number. ``Hypercube``, ``Torus2D``, ``Hierarchical`` and given graphs and matrices do not.
-    The ring fits every number, is doubly stochastic, and never changes. Learners are numbered from 0, in the order of
-    their ids.
+    The ring fits every number and is doubly stochastic. Learners are numbered from 0, in the order of their ids.
     """
     try:
         topology.validate(num_learners, push_sum=push_sum)

@@ -177,8 +177,7 @@ class TrainConfig:
     def difference(self, other: Mapping[str, Any]) -> list[str]:
         """The keys that differ from another config's :meth:`to_dict` and change results, as ``key is x, not y``.
 
-        A field that ``other`` lacks, because it was written before the field existed, has its default. A config of
-        version 0.2 is converted.
+        A field that ``other`` lacks, because it is older, has its default. A config of version 0.2 is converted.
         """
         mine, known, defaults = dotted(self.to_dict()), nested(other), _defaults()
         theirs = dotted({name: {**defaults[name], **known.get(name, {})} for name in SECTIONS})

@@ -337,6 +337,32 @@ def test_a_learner_that_is_gone_does_not_count() -> None:
     assert not handle.nonfinite
 
 
+def test_a_learner_that_the_next_average_leaves_out_does_not_count() -> None:
+    """Rounds of local steps have no average in which it goes; all others take their steps."""
+    model = nn.Linear(2, 1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(
+        model, optimizer, ddpcore.LocalSGD(3), learners=4, connection=ddpcore.Connection(on_failure="shrink")
+    )
+    for step in range(6):
+        inputs = torch.ones(4, 1, 2)
+        if step == 1:
+            handle.lose(2)
+        if step:
+            inputs[2] = torch.nan
+        optimizer.zero_grad()
+        handle.model(inputs).sum().backward()
+        optimizer.step()
+        assert len(handle.changes) == (step > 1)
+        if step < 5:  # then the average goes there too, unread
+            finite = [bool(one.weight.isfinite().all()) for one in handle.models]
+            assert finite == [True, True, step in (0, 2), True]
+    inputs[3] = torch.nan
+    handle.model(inputs).sum().backward()
+    with pytest.raises(ddpcore.NonFiniteError):
+        optimizer.step()
+
+
 def test_frozen_parameters_do_not_count() -> None:
     """Whose gradient is an old one, which no step uses."""
     model = nn.Linear(2, 1)

@@ -21,10 +21,12 @@ from ddpcore import (
     OnePeerExponential,
     RandomPair,
     Ring,
+    Scheduled,
     Star,
     StaticExponential,
     Topology,
     Torus2D,
+    Weighted,
 )
 from ddpcore.topology import base
 from ddpcore.topology.describe import describe
@@ -83,6 +85,18 @@ def test_mixing_time_of_random_pairs() -> None:
     assert describe(RandomPair(), 4, epsilon=1 / 3).mixing_time == 2
     assert describe(RandomPair(), 4, epsilon=0.33).mixing_time == 3
     assert describe(RandomPair(), 2).mixing_time == 1
+
+
+@pytest.mark.parametrize("last", [Ring(), OnePeerExponential(), RandomPair()], ids=repr)
+@pytest.mark.parametrize("n", [8, 16])
+def test_mixing_time_of_a_schedule_is_that_of_its_last_stage(last: Topology, n: int) -> None:
+    alone = describe(last, n)
+    schedules = Scheduled([(0, last)]), Scheduled([(0, Star()), (5, Scheduled([(0, last)]))])
+    for chosen in (*schedules, Weighted(schedules[1], (2.0,) * n)):
+        found = describe(chosen, n)
+        assert (found.spectral_gap, found.mixing_time) == (alone.spectral_gap, alone.mixing_time)
+    if last == Ring():
+        assert alone.mixing_time == {8: 5, 16: 20}[n]
 
 
 def test_mixing_time_of_what_never_and_what_need_not_mix() -> None:
