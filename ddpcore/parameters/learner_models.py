@@ -204,17 +204,14 @@ class LearnerModels(nn.Module):
 
 
 def _row_of(tensor: Tensor, row: int, known: dict[int, int]) -> Tensor:
-    """The input of one learner. It has the version of all inputs, so autograd sees when the program changes them.
-
-    A first layer may change it in place: each learner's forward pass begins with the same version, by the tensor's id.
-    """
+    """The input of one learner. Each begins with the ``known`` version, by id: a first layer may change it in place."""
     if tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
     if tensor.requires_grad:
         return tensor[row].clone()
     if tensor._version != known.setdefault(id(tensor), tensor._version):
         torch._C._autograd._unsafe_set_version_counter((tensor,), (known[id(tensor)],))
-    return tensor[row].detach()
+    return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:
