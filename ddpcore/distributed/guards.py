@@ -296,9 +296,17 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
     torch calls this before every step of any optimizer, so parameters are looked up once for each optimizer.
     """
-    if torch.compiler.is_compiling() or optimizer in _OWN:
+    if torch.compiler.is_compiling() or (optimizer in _OWN and type(getattr(optimizer, "found_inf", None)) is not int):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer in _OWN:
+        learner = learner_of(parameters)
+        if learner.watch._strategy.plan(learner.step).averages_gradients and learner.comm.transport != "virtual":
+            raise RuntimeError(
+                "the GradScaler found no gradient on this rank, so it misses the scale and overflows of the average: "
+                "run a backward pass in each step, for an empty batch of scaler.scale(0 * model(x).sum())"
+            )
+        return
     if _OTHERS.get(optimizer) == len(parameters):
         return
     reference = next((_WATCHES[parameter] for parameter in parameters if parameter in _WATCHES), None)

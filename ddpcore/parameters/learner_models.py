@@ -21,7 +21,6 @@ from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_ho
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
-_Taken = list[tuple[Tensor, int, Tensor]]  # inputs of all learners, their versions, and that of one learner
 
 
 class LearnerModels(nn.Module):
@@ -184,43 +183,35 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        models, taken = [self.models[place] for place in self.rows], list[Any]()
+        models, known = [self.models[place] for place in self.rows], dict[int, int]()
         if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
-            results = [model(_row_of(inputs[0], row, taken)) for row, model in enumerate(models)]
+            results = [model(_row_of(inputs[0], row, known)) for row, model in enumerate(models)]
             if all(isinstance(result, Tensor) for result in results):
-                return _watched(torch.stack(results), taken)
+                return torch.stack(results)
         else:
             results = []
             for row, model in enumerate(models):
-                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, taken), (inputs, named_inputs))  # noqa: B023
+                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
                 results.append(model(*args, **kwargs))
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
         leaves = [
-            _watched(torch.stack(values), taken) if all(isinstance(one, Tensor) for one in values) else list(values)
+            torch.stack(values) if all(isinstance(one, Tensor) for one in values) else list(values)
             for values in zip(*(found for found, _ in flattened), strict=True)
         ]
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _row_of(tensor: Tensor, row: int, taken: _Taken) -> Tensor:
-    """The input of one learner, with a version of its own, because a first layer may change it in place."""
+def _row_of(tensor: Tensor, row: int, known: dict[int, int]) -> Tensor:
+    """The input of one learner. Each begins with the ``known`` version, by id: a first layer may change it in place."""
     if tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
     if tensor.requires_grad:
         return tensor[row].clone()
-    taken.append((tensor, tensor._version, tensor.data[row]))
-    return taken[-1][-1]
-
-
-def _watched(output: Tensor, taken: _Taken) -> Tensor:
-    """The output. Autograd refuses its backward pass if the program has changed inputs that the graph has saved."""
-    if output.requires_grad:
-        increment = torch.autograd.graph.increment_version
-        with own_hooks():
-            output.register_hook(lambda _: increment([own for x, version, own in taken if x._version != version]))
-    return output
+    if tensor._version != known.setdefault(id(tensor), tensor._version):
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (known[id(tensor)],))
+    return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:

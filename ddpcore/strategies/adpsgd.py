@@ -113,7 +113,7 @@ class ADPSGD(Strategy):
         self._live: LiveWeights | None = None  # w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
         self._left_LP: Tensor | None = None  # what the models held after the last step
-        self._loaded: set[int] = set()  # that of the learner
+        self._loaded: Iterable[int] = ()  # that of the learner
 
     def __repr__(self) -> str:
         more = ("accelerated", "eta", "alpha") if self.accelerated else ()

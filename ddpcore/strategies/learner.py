@@ -1,6 +1,7 @@
 """What one process trains: strategies change it and diagnostics read it. Numbers in it that are not finite."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,7 @@ class Learner:
     #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
     left: Tensor | None = None  #: beside ``live``: ``[L, P]``, the models' weights after the last step
-    loaded: set[int] = field(default_factory=set)  #: rows of models that have loaded a state since the last step
+    loaded: Counter[int] = field(default_factory=Counter)  #: how often models have loaded a state, by their rows
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 

@@ -116,6 +116,14 @@ def test_torch_checkpoints_on_ranks(strategy: str, seen: list[dict[Any, Any]]) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_without_a_gradient_on_one_rank_stops_all(fused: bool, seen: list[dict[Any, Any]]) -> None:
+    """An empty batch with a zero loss before it was right."""
+    assert "the GradScaler found no gradient on this rank" in seen[1]["scaled", fused][0]
+    assert all(rank["scaled", fused][1:] == (True, True) for rank in seen), [rank["scaled", fused] for rank in seen]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 @pytest.mark.parametrize("strategy", training.STRATEGIES)
 def test_memory_that_moves_on_one_rank(strategy: str, what: str, seen: list[dict[Any, Any]]) -> None:

@@ -230,7 +230,7 @@ def test_weights_that_an_evaluation_takes_and_puts_back_are_the_learners() -> No
 
 
 def test_a_row_that_an_evaluation_changes_leaves_the_others_alone() -> None:
-    """As the padding of a table, also if the average comes again. A state of 16 bits is loaded whole."""
+    """As the padding of a table, also if the average comes again."""
     model, handle, own = _counted()
     lent = Lent(handle)
     with torch.no_grad():
@@ -241,11 +241,27 @@ def test_a_row_that_an_evaluation_changes_leaves_the_others_alone() -> None:
         assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
         lent.swap()
     lent.swap()
+
+
+def test_elements_of_16_bits_that_an_evaluation_changes_leave_the_others_alone() -> None:
+    """As of a bias, of a column and by a mask. A state that is loaded stays whole, also its equal numbers."""
     model, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), nn.Linear(4, 4).bfloat16())
-    with replaced(handle), torch.no_grad():
-        state = model.weight.clone()
-        state[:, 0] += 1  # most numbers are equal by chance
-        model.weight.copy_(state)
+    with torch.no_grad():
+        handle.models[1].weight += 1
+        handle.models[1].bias += 1
+        for _ in range(2):  # a state that was loaded before an evaluation changes nothing
+            own = copy.deepcopy(model)
+            with replaced(handle):
+                for one in (model, own):
+                    one.bias[0] = 1
+                    one.weight[:, 0] = 0
+                    one.weight.mul_(torch.arange(16).view(4, 4) % 3 != 0)
+            assert all(torch.equal(*pair) for pair in zip(model.parameters(), own.parameters(), strict=True))
+            model.load_state_dict(model.state_dict())
+        with replaced(handle):
+            state = model.weight.clone()
+            state[:, 0] += 1  # most numbers are equal by chance
+            model.load_state_dict({"weight": state}, strict=False)
     assert torch.equal(model.weight, state)
 
 

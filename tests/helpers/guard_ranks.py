@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,6 +258,27 @@ def second_step_without_a_pass(rank: int) -> float:
     return float((weights(model) - weights(expected)).abs().max())
 
 
+def scaled_without_a_pass(rank: int, make_optimizer: Any) -> tuple[str, bool, bool]:
+    """Rank 1 has no pass in the second step, whose gradients a scaler divides. Whether a pass of a zero loss helps."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    optimizer, scaler = make_optimizer(model.parameters()), torch.amp.GradScaler("cpu")
+    connection = ddpcore.Connection(transport="shm", timeout=2.0)
+    ddpcore.distribute(model, optimizer, ddpcore.SSGD(), scaler=scaler, connection=connection)
+    error = "no error"
+    try:
+        for step in range(3):
+            before = weights(model)
+            optimizer.zero_grad()
+            if rank == 0 or step != 2:
+                scaler.scale((rank == 0 or step != 1) * model(torch.ones(2, 5)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    except Exception as raised:
+        error = str(raised)
+    return error, step == 2, torch.equal(weights(model), before)
+
+
 def main() -> None:
     path, rank, _ = join()
     seen: dict[Any, Any] = {"failed call": failed_call(rank), "dropped": dropped_in_an_exchange(rank)}
@@ -269,6 +291,9 @@ def main() -> None:
     seen["second step"] = second_step_without_a_pass(rank)
     for transport in ("shm", "pg"):
         seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
+        dist.barrier()
+    for fused, make_optimizer in ((True, FusedSGD), (False, partial(torch.optim.SGD, fused=True))):
+        seen["scaled", fused] = scaled_without_a_pass(rank, partial(make_optimizer, lr=0.1))
         dist.barrier()
     for strategy in STRATEGIES:
         seen["checkpoint", strategy] = checkpoint(f"{sys.argv[1]}/dcp", strategy)

@@ -217,6 +217,39 @@ def test_weights_and_inputs_changed_before_the_backward_pass_are_refused(vectori
                 outputs.square().sum().backward()
 
 
+class _Keeping(nn.Module):
+    """Its output is no tensor: the loss is in a value that torch does not open, or in an attribute alone."""
+
+    def __init__(self, first: nn.Module, returns: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.returns = first, nn.Linear(4, 2), returns
+
+    def forward(self, x: Tensor) -> Any:
+        self.loss = self.layer(self.first(x)).square().mean()
+        return types.SimpleNamespace(loss=self.loss) if self.returns else None
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_changed_inputs_of_a_model_that_returns_no_tensor_are_refused(returns: bool) -> None:
+    """Else the gradients would be those of other inputs. Unchanged inputs have the gradients of each model alone."""
+    for first in (nn.Linear(4, 4), nn.Dropout(0.0, inplace=True), nn.ReLU(inplace=True)):
+        together, inputs = learners(_Keeping(first, returns), 2, False), torch.randn(2, 3, 4)
+        alone, rows = copy.deepcopy(together.models), inputs.clone()
+        for is_changed in (False, True):
+            outputs = together(inputs)
+            losses = [one.loss for one in (outputs if returns else together.models)]
+            if is_changed:
+                inputs.copy_(torch.randn(2, 3, 4))
+                with pytest.raises(RuntimeError, match="modified"):
+                    sum(losses).backward()
+                continue
+            sum(losses).backward()
+            for one, plain, row in zip(together.models, alone, rows, strict=True):
+                plain(row)
+                plain.loss.backward()
+                assert torch.equal(one.layer.weight.grad, plain.layer.weight.grad)
+
+
 def test_a_first_layer_may_change_inputs_that_have_a_gradient() -> None:
     model, inputs = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)), torch.randn(2, 3, 4)
     prompts = torch.zeros(2, 4, requires_grad=True)
