@@ -325,3 +325,27 @@ def test_sparse_gradients_that_are_zeroed_in_place() -> None:
     share = torch.bincount(torch.cat(indices), minlength=5)[:, None] / 5
     found = next(handle.evaluation_model().parameters()).detach()
     torch.testing.assert_close(found, expected - share)
+
+
+def test_clipping_takes_the_average_of_a_learner_that_has_no_samples_now() -> None:
+    """It had some in the step before."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(16, 4), nn.Linear(16, 4)
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, plain)]
+    handle = ddpcore.distribute(model, optimizers[0], ddpcore.SSGD("samples"), learners=3)
+    for counts in ([8, 8, 8], [8, 2, 0], [8, 8, 0]):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        handle.num_samples = counts
+        batches = [torch.randn(count, 16) for count in counts]
+        for one, batch in zip(handle.models, batches, strict=True):
+            if len(batch):
+                one(batch).square().mean().backward()
+        plain(torch.cat(batches)).square().mean().backward()
+        norms, norm = handle.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        torch.testing.assert_close(torch.stack(norms), norm.repeat(3))
+        for optimizer in optimizers:
+            optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(one.weight, plain.weight)
