@@ -76,8 +76,7 @@ def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
         except ValueError:
             if config.transport is not None:
                 raise
-    processes = resolved.world_size if resolved.device == "cpu" else 1
-    per_mib = processes * len(chosen) * BUFFERS * MiB
+    per_mib = (resolved.world_size if resolved.device == "cpu" else 1) * len(chosen) * BUFFERS * MiB
     largest = max(1, int(min(free_memory(resolved.device) / per_mib, config.max_mib)))
     advice = f"take --max-mib {largest}, or name one --transport"
     check_memory(f"messages of {config.max_mib:g} MiB", config.max_mib * per_mib, resolved.device, advice)

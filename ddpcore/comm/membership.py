@@ -200,8 +200,7 @@ class Roll:
         store.set(f"{number}/ready/{self.rank}", str(state))
         deadline = time.monotonic() + self.timeout
         while not store.check([list_key]):
-            call = store.add(f"{number}/call", 1)
-            left = self._left(number, members, call, time.monotonic() + ANSWER_SECONDS)
+            left = self._left(number, members, store.add(f"{number}/call", 1), time.monotonic() + ANSWER_SECONDS)
             if not (waiting := [one for one in left if not store.check([f"{number}/ready/{one}"])]):
                 return tuple(self.write_once(list_key, left))
             if time.monotonic() > deadline:

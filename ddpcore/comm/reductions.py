@@ -33,8 +33,7 @@ def average_half_(own: Tensor, partner: Tensor, *, lower: bool) -> None:
     """
     middle = own.numel() // 2 // _ALIGNMENT * _ALIGNMENT
     begin, end = (0, middle) if lower else (middle, own.numel())
-    parts = (row[begin:end].split(chunk_of(row)) for row in (own, partner))
-    for mine, theirs in zip(*parts, strict=True):
+    for mine, theirs in zip(*(row[begin:end].split(chunk_of(row)) for row in (own, partner)), strict=True):
         average_pair_(mine, theirs)
         theirs.copy_(mine)
 

@@ -212,8 +212,7 @@ class ShardedBatches:
 
     def _spans(self, step: int) -> Iterator[tuple[int, int]]:
         """Before a step: the number of steps of each size so far, and a learner's share of such a batch."""
-        begins = [begin for begin, _ in self.growth if begin <= step]
-        for begin, end in pairwise([0, *begins, step]):
+        for begin, end in pairwise([0, *[begin for begin, _ in self.growth if begin <= step], step]):
             yield end - begin, self._share(begin)
 
     def _of_part(self, learner: int, first: int, num: int) -> np.ndarray:

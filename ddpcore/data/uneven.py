@@ -156,8 +156,7 @@ def _log_gamma(shape: float, seed: int, *key: int) -> float:
     The logarithm, because at a small shape most numbers are too small for a float. For a shape below 1 it draws one of
     shape + 1 and multiplies by ``u^(1/shape)``.
     """
-    boosted = shape + 1 if shape < 1 else shape
-    d = boosted - 1 / 3
+    d = (shape + 1 if shape < 1 else shape) - 1 / 3
     for attempt in range(1000):  # each succeeds in at least 95 of 100 cases
         u, v, w, x = (philox(4, seed, *key, attempt) >> np.uint64(11)).astype(np.float64) * 2**-53 + 2**-54
         normal = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)

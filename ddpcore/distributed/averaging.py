@@ -276,8 +276,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], comm: Communicator | N
 def _moments(inputs: Tensor) -> Tensor:
     """The moments of a batch ``[B, C, ...]``, float64 ``[1 + 2C]``: a count, C means, C sums of squared deviations."""
     values = inputs if inputs.dtype == torch.float64 else inputs.float()
-    dims = [dim for dim in range(values.dim()) if dim != 1]
-    variance, mean = torch.var_mean(values, dims, correction=0)
+    variance, mean = torch.var_mean(values, [dim for dim in range(values.dim()) if dim != 1], correction=0)
     num = torch.full((1,), values.numel() / values.shape[1], dtype=torch.float64, device=values.device)
     return torch.cat([num, mean.double(), num * variance.double()])
 

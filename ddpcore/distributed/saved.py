@@ -349,8 +349,7 @@ def _segments_of(leaf: Any, keys: list[Any], flat: FlatParameters, strategy: Str
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
         return []
     parts, numbers = strategy.traits.columns, [key for key in keys if isinstance(key, int)]
-    spans = [parts[number] for number in numbers[-1:] if number < len(parts)]
-    for begin, end in [*spans, (0, flat.numel)]:
+    for begin, end in [*[parts[number] for number in numbers[-1:] if number < len(parts)], (0, flat.numel)]:
         if leaf.numel() == leaf.shape[-1] == end - begin:
             return [segment for segment in flat.segments if begin <= segment.offset < end]
     return []

@@ -129,8 +129,7 @@ class ByteTransformer(nn.Module):
         length, context = inputs.shape[1], self.positions.num_embeddings
         if length > context:
             raise ValueError(f"byte_transformer: inputs have {length} places and the context is {context}: take less")
-        tokens = self.blocks(self.embed(inputs) + self.positions.weight[:length])
-        return self.head(self.norm(tokens)).transpose(1, 2)
+        return self.head(self.norm(self.blocks(self.embed(inputs) + self.positions.weight[:length]))).transpose(1, 2)
 
 
 class Block(nn.Module):

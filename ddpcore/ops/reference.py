@@ -88,8 +88,7 @@ class TensorStep(NamedTuple):
         if self.first is None:
             return state
         drawn = words(state.numel(), self.seed, self.taken or 0, self.first, state.device)
-        random = drawn >> 16 if is_second else drawn & 0xFFFF
-        return round_to_bf16(state.float(), random[memory_order(self.param)])
+        return round_to_bf16(state.float(), (drawn >> 16 if is_second else drawn & 0xFFFF)[memory_order(self.param)])
 
 
 def tensor_steps(

@@ -217,17 +217,16 @@ def _takes_rows(node: Any, name: str) -> bool:
     """Whether a function takes rows of a table, whose shape has not changed, by an index that is traced."""
     if name not in _TAKES:
         return name in ("embedding", "embedding_bag")
-    if name == "index_select":
-        index = node.kwargs.get("dim", [*node.args, 0][1])
-    else:
-        index = node.args[1][:1] if isinstance(node.args[1], tuple) else node.args[1:]
     value, names = node.all_input_nodes[0], set()
     while value.all_input_nodes:
         names.add(_name(value))
         value = value.all_input_nodes[0]
     if names & {"view", "reshape", "unflatten", "unsqueeze", "t", "transpose", "permute", "stack"}:
         return False
-    return index in (0, -2) if name == "index_select" else any(isinstance(one, fx.Node) for one in index)
+    if name == "index_select":
+        return node.kwargs.get("dim", [*node.args, 0][1]) in (0, -2)
+    index = node.args[1][:1] if isinstance(node.args[1], tuple) else node.args[1:]
+    return any(isinstance(one, fx.Node) for one in index)
 
 
 def _name(node: Any) -> str:

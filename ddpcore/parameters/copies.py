@@ -131,8 +131,7 @@ def _is_ours(value: Any) -> bool:
 
 def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
     """Raise ValueError if a function in a copy holds a part of the model: Python copies no functions."""
-    parts = [*model.modules(), *model.parameters(), *model.buffers()]
-    own = set(map(id, parts))
+    own = set(map(id, [*model.modules(), *model.parameters(), *model.buffers()]))
     places = [(f"module {name}" if name else "the model", vars(module)) for name, module in copied.named_modules()]
     for name, one in copied.named_parameters():
         places.append((f"parameter {name}", {kind: _hooks_of(one, kind) for kind in _PARAMETER_HOOKS}))

@@ -43,8 +43,7 @@ def counts_of(num: Any, rows: int) -> Tensor:
     """What a loop sets as samples, one number for all rows or one for each, as float64 ``[rows]``; NaN for None."""
     counts = [*num] if hasattr(num, "__len__") and getattr(num, "ndim", True) else [num] * rows
     counts = counts if len(counts) == rows else [None] * rows
-    numbers = [math.nan if one is None else float(one) for one in counts]
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return torch.tensor([math.nan if one is None else float(one) for one in counts], dtype=torch.float64, device="cpu")
 
 
 def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | None, size: int = 0) -> Tensor | None:

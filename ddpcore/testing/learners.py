@@ -143,8 +143,7 @@ class SmallRun:
             handle.num_samples = [1 + learner for learner in self._held]
         size = BATCH // self._scenario.accumulation
         for begin in range(0, BATCH, size):
-            is_last = begin + size == BATCH
-            with nullcontext() if is_last or self._scenario.averages_each else handle.no_sync():
+            with nullcontext() if begin + size == BATCH or self._scenario.averages_each else handle.no_sync():
                 inputs, labels = (
                     x[self._held[0] : self._held[-1] + 1, begin : begin + size].to(self._device)
                     for x in batch(step, self._num_learners)

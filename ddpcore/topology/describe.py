@@ -126,8 +126,7 @@ def check_stale(topology: Topology, num_learners: int) -> None:
     differences = np.kron(np.eye(2), identity - 1 / num_learners)
     product = differences
     for mixing in matrices:
-        late = (mixing.dense() - identity) / 2
-        product = np.block([[identity, late], [identity, none]]) @ product
+        product = np.block([[identity, (mixing.dense() - identity) / 2], [identity, none]]) @ product
     radius = float(abs(np.linalg.eigvals(differences @ product)).max())
     if radius >= 1:
         raise ValueError(

@@ -246,8 +246,7 @@ def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements
     progress, num_rows = dict(states[0]["progress"]), len(trainer.handle.comm.learners)
     for name, value in progress.items():
         if name.endswith("_L"):
-            mean = torch.cat([state["progress"][name] for state in states]).mean()
-            progress[name] = mean.repeat(num_rows).to(value)
+            progress[name] = torch.cat([state["progress"][name] for state in states]).mean().repeat(num_rows).to(value)
     return Progress(**progress)
 
 

@@ -73,8 +73,7 @@ def _share(own: Tensor) -> tuple:
 
 def _open(device: torch.device, *handle: object) -> Tensor:
     index = torch.cuda.current_device() if device.index is None else device.index
-    storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(torch.UntypedStorage._new_shared_cuda(index, *handle))
 
 
 def _synchronize(device: torch.device) -> None:

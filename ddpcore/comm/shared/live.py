@@ -66,8 +66,7 @@ class SharedLiveWeights(LiveWeights):
 
     @override
     def settle(self) -> None:
-        number = self._coordinator.arrive("the wait for all learners")
-        self._coordinator.await_arrived(range(len(self._rows)), number)
+        self._coordinator.await_arrived(range(len(self._rows)), self._coordinator.arrive("the wait for all learners"))
 
     @override
     def load(self, rows_LKP: Tensor) -> None:

@@ -90,8 +90,7 @@ def _make_private() -> None:
     fixed = 0x10  # MAP_FIXED: in the place of the shared pages
     for mapped, descriptor in list(_own.items()):
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        library.mmap(address, len(mapped), protection, mmap.MAP_PRIVATE | fixed, descriptor, 0)
+        library.mmap(address, len(mapped), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | fixed, descriptor, 0)
 
 
 os.register_at_fork(after_in_child=_make_private)

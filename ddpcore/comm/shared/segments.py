@@ -282,8 +282,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
     ) -> None:
         group = default_group(group)
         if in_thread is None:
-            num_ranks = dist.get_world_size(group) if among is None else len(among)
-            in_thread = 1 < num_ranks <= launch.num_cores() // 2
+            in_thread = 1 < (dist.get_world_size(group) if among is None else len(among)) <= launch.num_cores() // 2
         super().__init__(group, HostMemory(), timeout, "shared memory of one host", among, in_thread=in_thread)
 
     @override
