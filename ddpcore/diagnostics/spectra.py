@@ -229,7 +229,6 @@ def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> 
         vectors_KP = torch.where(norms_K1 > 0, next_KP, 0.0).to(operator.like)
     nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
     for probe in range(num):
-        # The default driver, stevd, may fail for a matrix of low rank.
-        nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe], lapack_driver="stev")
+        nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe], lapack_driver="stev")  # stevd may fail
         weights[probe] = columns[0] ** 2
     return SpectralDensity(nodes=nodes, weights=weights)
