@@ -344,8 +344,7 @@ def exchange_columns(comm: Communicator, rows_LX: Tensor, topology: Topology, si
     """Like ``comm.exchange``, where the learners of each group hold the same rows.
 
     The learner at place i of its group sends the i-th of ``size`` parts of the columns to the learners at this place of
-    other groups. The members of a group then gather what each has averaged, so they hold the same bits. A size of 1 is
-    ``comm.exchange``.
+    other groups. Members then gather what each has averaged, so they hold the same bits. Size 1 is ``comm.exchange``.
     """
     return comm.exchange(rows_LX, topology, step) if size == 1 else _ColumnExchange(comm, rows_LX, topology, size, step)
 

@@ -172,8 +172,7 @@ _SHARED = tuple(inspect.signature(tensor_steps).parameters)[5:]  # the options t
 def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[..., None]]:
     """Make the update of one tensor the step of a list of tensors, after a mix if there are peers.
 
-    ``names`` are the operator's arguments between ``grads`` and ``masters``. An update returns the new weight, or None
-    in a first pass.
+    ``names`` are the arguments between ``grads`` and ``masters``. An update returns the new weight; a first pass None.
     """
     places = ("params", "grads", *names, "masters", "steps", "scratch", "trust")
 

@@ -32,7 +32,7 @@ _RESHAPE = re.compile(
     r"getitem|getattr|view|reshape|(un)?flatten|t|transpose|permute|movedim|contiguous|to|float|type(_as)?|clone|chunk|"
     r"split|unbind|(un)?squeeze|expand|index_select"
 )
-_TAKES = ("getitem", "index_select")
+_TAKES = ("getitem", "index_select")  # parts by an index
 _DIAGONAL = re.compile(r"diag.*|block_diag")  # of a matrix it is none
 
 

@@ -159,8 +159,7 @@ class FlatParameters:
     def gather_grads(self, left: Container[int] = ()) -> bool:
         """Copy every ``.grad`` into ``grad_LP`` and replace it by its view. Returns whether every parameter has one.
 
-        A missing one stays None, and its part of ``grad_LP`` is zero. The part of parameters with an index in ``left``
-        is undefined.
+        A missing one stays None, and its part of ``grad_LP`` is zero. Parts with an index in ``left`` are undefined.
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True

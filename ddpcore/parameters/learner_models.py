@@ -21,6 +21,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_ho
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # torch's own FSDP2 takes it, too
 
 
 class LearnerModels(nn.Module):
@@ -183,16 +184,19 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        models, known = [self.models[place] for place in self.rows], dict[int, int]()
+        models, known = [self.models[place] for place in self.rows], dict[int, list[Any]]()
         if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
             results = [model(_row_of(inputs[0], row, known)) for row, model in enumerate(models)]
-            if all(isinstance(result, Tensor) for result in results):
-                return torch.stack(results)
         else:
             results = []
             for row, model in enumerate(models):
                 args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
                 results.append(model(*args, **kwargs))
+        for tensor, _, latest in known.values():
+            if tensor._version < latest:  # a learner may have changed what its graph saved, and the last one nothing
+                _set_versions((tensor,), (latest,))
+        if all(isinstance(result, Tensor) for result in results):
+            return torch.stack(results)
         flattened = [tree_flatten(result) for result in results]
         if any(structure != flattened[0][1] for _, structure in flattened):
             raise ValueError("the learners' models return outputs of different structures: call each of handle.models")
@@ -203,14 +207,16 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _row_of(tensor: Tensor, row: int, known: dict[int, int]) -> Tensor:
-    """The input of one learner. Each begins with the ``known`` version, by id: a first layer may change it in place."""
+def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:
+    """The input of one learner, with the first of the ``known`` versions: a first layer may change it in place."""
     if tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
     if tensor.requires_grad:
         return tensor[row].clone()
-    if tensor._version != known.setdefault(id(tensor), tensor._version):
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (known[id(tensor)],))
+    versions = known.setdefault(id(tensor), [tensor, tensor._version, 0])
+    versions[2] = max(versions[2], tensor._version)
+    if tensor._version != versions[1]:
+        _set_versions((tensor,), (versions[1],))
     return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
 
 

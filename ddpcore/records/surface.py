@@ -109,8 +109,7 @@ class Surface:
     def sharpness(self, radius: float, center: tuple[float, float] = (0.0, 0.0)) -> float:
         """``100 (max L - L(center)) / (1 + L(center))`` over the points within ``radius`` (Keskar et al. 2016).
 
-        The ball is a disc in the plane. NaN if a point within the radius has no finite loss. ValueError: the center is
-        no point of the landscape.
+        The ball is a disc in the plane. NaN if a point in it has no finite loss. ValueError: the center is no point.
         """
         apart = np.hypot(self.x[None, :] - center[0], self.y[:, None] - center[1])
         if apart.min() > 1e-6 * (np.ptp(self.x) + np.ptp(self.y)):

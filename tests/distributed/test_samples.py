@@ -349,3 +349,23 @@ def test_clipping_takes_the_average_of_a_learner_that_has_no_samples_now() -> No
             optimizer.step()
     for one in handle.models:
         torch.testing.assert_close(one.weight, plain.weight)
+
+
+def test_learners_of_a_step_that_was_left_out_do_not_count_in_the_next() -> None:
+    """Learner 0 had no samples in it, so its average was still open."""
+    torch.manual_seed(0)
+    model, plain = nn.Linear(16, 4), nn.Linear(16, 4)
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD("samples"), learners=3)
+    for counts in ([0, 8, 1], [3, 1, 1]):
+        handle.num_samples = counts
+        optimizer.zero_grad()
+        batches = [torch.randn(count, 16) for count in counts]
+        for one, batch in zip(handle.models, batches, strict=True):
+            if len(batch):
+                one(batch).square().mean().backward()
+    plain(torch.cat(batches)).square().mean().backward()
+    optimizer.step()
+    for one in handle.models:
+        torch.testing.assert_close(one.weight.grad, plain.weight.grad)

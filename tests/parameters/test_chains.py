@@ -439,6 +439,14 @@ def test_inputs_of_any_shape() -> None:
         torch.testing.assert_close(together(inputs), apart(inputs), rtol=1e-12, atol=1e-14)
 
 
+def test_inputs_with_a_gradient_under_no_grad() -> None:
+    models = learners(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double(), L, None)
+    inputs = torch.randn(L, B, 3, 4, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        outputs = models(inputs)
+        assert torch.equal(outputs, torch.stack([one(row) for one, row in zip(models.models, inputs, strict=True)]))
+
+
 def test_flatten() -> None:
     for dims in [(1, -1), (1, 2), (2, -1), (-2, -1)]:
         model = nn.Sequential(nn.Flatten(*dims), nn.Linear(24, 2))

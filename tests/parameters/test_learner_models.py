@@ -250,6 +250,26 @@ def test_changed_inputs_of_a_model_that_returns_no_tensor_are_refused(returns: b
                 assert torch.equal(one.layer.weight.grad, plain.layer.weight.grad)
 
 
+class _Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_on = nn.Linear(4, 2), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(inputs)
+        return outputs + inputs.zero_().sum() if self.is_on else outputs
+
+
+def test_inputs_that_a_learner_changes_after_saving_them_are_refused() -> None:
+    for changed in ([0], [1], [0, 1]):
+        together = learners(_Overwrites(), 2, False)
+        for row in changed:
+            together.models[row].is_on = True
+        outputs = together(torch.randn(2, 3, 4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            outputs.square().sum().backward()
+
+
 def test_a_first_layer_may_change_inputs_that_have_a_gradient() -> None:
     model, inputs = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)), torch.randn(2, 3, 4)
     prompts = torch.zeros(2, 4, requires_grad=True)
