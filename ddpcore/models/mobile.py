@@ -90,7 +90,7 @@ class EfficientNetB0(ImageChain):
     """A 3 x 3 convolution, sixteen inverted residuals with a gate on their output, mean pooling and a linear layer.
 
     Inputs [B, 3, 32, 32] to logits [B, C]. This is the lighter variant that is common for CIFAR-10: all depthwise
-    convolutions are 3 x 3, gates act on a block's output (reduction 16), activations are ReLU, no last 1 x 1 convolution.
+    convolutions are 3 x 3, gates act on a block's output (reduction 16), activations ReLU; no last 1 x 1 convolution.
 
     Args:
         width: multiplies the channels, above 0.

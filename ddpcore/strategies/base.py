@@ -171,7 +171,7 @@ class Strategy:
     def members_changed(self, learner: Learner, before: Sequence[int | None]) -> None:
         """Called when learners are gone, in the middle of the operation that finds it out, or when one has joined.
 
-        The connection has the new number of learners already. ``before``: each learner's old number, None for a new one.
+        The connection has the new number of learners. ``before``: each learner's old number, None for a new one.
         """
 
     def state_dict(self) -> dict[str, Any]:
