@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from itertools import product
 
 import networkx as nx
 import numpy as np
@@ -87,16 +88,15 @@ def test_mixing_time_of_random_pairs() -> None:
     assert describe(RandomPair(), 2).mixing_time == 1
 
 
-@pytest.mark.parametrize("last", [Ring(), OnePeerExponential(), RandomPair()], ids=repr)
-@pytest.mark.parametrize("n", [8, 16])
-def test_mixing_time_of_a_schedule_is_that_of_its_last_stage(last: Topology, n: int) -> None:
-    alone = describe(last, n)
-    schedules = Scheduled([(0, last)]), Scheduled([(0, Star()), (5, Scheduled([(0, last)]))])
-    for chosen in (*schedules, Weighted(schedules[1], (2.0,) * n)):
-        found = describe(chosen, n)
-        assert (found.spectral_gap, found.mixing_time) == (alone.spectral_gap, alone.mixing_time)
-    if last == Ring():
-        assert alone.mixing_time == {8: 5, 16: 20}[n]
+def test_mixing_time_of_a_schedule_is_that_of_its_last_stage() -> None:
+    for last, n in product((Ring(), OnePeerExponential(), RandomPair()), (8, 16)):
+        alone = describe(last, n)
+        schedules = Scheduled([(0, last)]), Scheduled([(0, Star()), (5, Scheduled([(0, last)]))])
+        for chosen in (*schedules, Weighted(schedules[1], (2.0,) * n)):
+            found = describe(chosen, n)
+            assert (found.spectral_gap, found.mixing_time) == (alone.spectral_gap, alone.mixing_time)
+        if last == Ring():
+            assert alone.mixing_time == {8: 5, 16: 20}[n]
 
 
 def test_mixing_time_of_what_never_and_what_need_not_mix() -> None:
