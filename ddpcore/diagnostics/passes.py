@@ -214,7 +214,8 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
-    with sdpa_kernel(SDPBackend.MATH), _Replaced(torch._weight_norm, _quotient), without_hooks(model):
+    quotient = _Replaced(torch._weight_norm, lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
+    with sdpa_kernel(SDPBackend.MATH), quotient, without_hooks(model):
         yield
 
 
@@ -244,10 +245,6 @@ class _Replaced(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._other if func is self._function else func)(*args, **(kwargs or {}))
-
-
-def _quotient(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _no_hook(*_: Any, **__: Any) -> RemovableHandle:

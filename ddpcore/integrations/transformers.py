@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
@@ -82,4 +83,6 @@ class GossipTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
-            self._scaler = load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)
+            device = self.args.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else samplers draw other samples
+                self._scaler = load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, starmap
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_ho
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
-_set_versions = torch._C._autograd._unsafe_set_version_counter  # torch's own FSDP2 takes it, too
+_are_parts: Any = torch._C._is_alias_of  # type: ignore[attr-defined]  # of one memory
 
 
 class LearnerModels(nn.Module):
@@ -184,17 +185,11 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        models, known = [self.models[place] for place in self.rows], dict[int, list[Any]]()
-        if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
-            results = [model(_row_of(inputs[0], row, known)) for row, model in enumerate(models)]
-        else:
-            results = []
-            for row, model in enumerate(models):
-                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
-                results.append(model(*args, **kwargs))
-        for tensor, _, latest in known.values():
-            if tensor._version < latest:  # a learner may have changed what its graph saved, and the last one nothing
-                _set_versions((tensor,), (latest,))
+        tensors = {id(leaf): leaf for leaf in tree_leaves((inputs, named_inputs)) if isinstance(leaf, Tensor)}.values()
+        # A change of one is a change of the other, which copies would hide: torch refuses changes of what graphs saved.
+        copies = not (is_traced() or any(starmap(_are_parts, combinations(tensors, 2))))
+        models = [self.models[place] for place in self.rows]
+        results = [_call(model, row, inputs, named_inputs, copies) for row, model in enumerate(models)]
         if all(isinstance(result, Tensor) for result in results):
             return torch.stack(results)
         flattened = [tree_flatten(result) for result in results]
@@ -207,17 +202,25 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:
-    """The input of one learner, with the first of the ``known`` versions: a first layer may change it in place."""
-    if tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
-        return tensor[row]
-    if tensor.requires_grad:
-        return tensor[row].clone()
-    versions = known.setdefault(id(tensor), [tensor, tensor._version, 0])
-    versions[2] = max(versions[2], tensor._version)
-    if tensor._version != versions[1]:
-        _set_versions((tensor,), (versions[1],))
-    return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
+def _call(model: nn.Module, row: int, inputs: Any, named_inputs: Any, copies: bool) -> Any:
+    """A learner's call. Its graph saves ``copies`` of its rows, which no other learner and no next batch overwrites.
+
+    A row that the model has changed in place goes back to the inputs.
+    """
+    copies = copies and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
+    own: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def row_of(tensor: Tensor) -> Tensor:
+        if not copies or tensor.requires_grad or tensor.is_inference():
+            return tensor[row].clone() if tensor.requires_grad else tensor[row]
+        return own.setdefault(id(tensor), (tensor, tensor[row].clone()))[1]
+
+    args, kwargs = tree_map_only(Tensor, row_of, (inputs, named_inputs))
+    result = model(*args, **kwargs)
+    for tensor, copy in own.values():
+        if copy._version:
+            tensor[row].copy_(copy.detach())
+    return result
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:

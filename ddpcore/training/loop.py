@@ -146,11 +146,13 @@ class StepRecorder:
         self._lines.append((line, losses_L.detach().clone()))
         self.resume()
 
-    def flush(self) -> None:
-        """Write the noted steps. It waits for the device."""
+    def flush(self, to_disk: bool = False) -> None:
+        """Write the noted steps, ``to_disk`` also past the caches of files. It waits for the device."""
         for line, losses in self._lines:
             self._file.append({**line, "loss": losses})
         self._lines.clear()
+        if to_disk:
+            self._file.sync()
 
 
 def _keep(path: Path, step: int) -> None:
@@ -379,6 +381,8 @@ class Loop:
         self._write_rows(0 if raises else self._most(len(self.trainer.handle.nonfinite)))
         if self.writer is not None:
             self.writer.sync()  # a checkpoint must not be newer than the record
+        if self.steps is not None:
+            self.steps.flush(to_disk=True)
         best = self.progress.best
         self.checkpoints.save(
             self.trainer.num_steps,

@@ -80,7 +80,7 @@ def test_ranks_save_before_they_end(number: signal.Signals, tiny: Path, tmp_path
     assert code == 130, error
     assert "and saved: go on with --resume" in error.splitlines()[-1]
     (step,) = steps_of(path / "checkpoints")
-    assert f"after step {step} of 1000000" in error
+    assert f"stopped after step {step} of 1000000" in error, "not by SIGTERM, which the parent has passed on"
     (first, *_) = (json.loads(line) for line in (path / "record.jsonl").read_text().splitlines())
     assert first["ranks"] == 2
 

@@ -51,6 +51,8 @@ class Sentences(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)  # group_by_length reads all samples in a loop
         tokens = torch.randint(2, 32, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": int(tokens[0] >= 16) if self.name == "bert" else tokens}
 
@@ -150,6 +152,13 @@ def scaled(folder: Path) -> Any:
     return found
 
 
+def interrupted(folder: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after eight steps, and after going on in the middle of this epoch, where samples have no own seed."""
+    whole, _ = train(folder, "bert", ddpcore.DPSGD(), **options)
+    resumed, _ = train(folder, "bert", ddpcore.DPSGD(), resume=str(folder / "checkpoint-4"), **options)
+    return flat(whole.model), flat(resumed.model)
+
+
 def wrapped(folder: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
     arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
@@ -186,6 +195,7 @@ def check(folder: Path) -> dict[str, Any]:
         "distance": whole.handle.consensus_distance(),
     }
     found["scaled"] = scaled(folder / "scaled")
+    found["grouped"] = interrupted(folder / "grouped", train_sampling_strategy="group_by_length")
     _, onward = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
     _, begun = train(
         folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options
@@ -223,14 +233,13 @@ def check_alone(folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / "dpsgd", both)  # files of two ranks
     onward, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-4"))
     again, _ = train(both, "bert", ddpcore.DPSGD(), resume=str(both / "checkpoint-8"))
-    whole, _ = train(own, "bert", ddpcore.DPSGD())
-    resumed, _ = train(own, "bert", ddpcore.DPSGD(), resume=str(own / "checkpoint-4"))
     return {
         "begun": (later.begin, flat(BertForSequenceClassification.from_pretrained(saved))),
         "losses": losses,
         "step": later.handle.learner.step,
         "again": (flat(onward.model), flat(again.model)),
-        "resumed": (flat(whole.model), flat(resumed.model)),
+        "resumed": interrupted(own),
+        "unseeded": interrupted(own, accelerator_config={"use_seedable_sampler": False}),
     }
 
 

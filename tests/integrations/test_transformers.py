@@ -50,6 +50,13 @@ def test_a_resumed_run_has_the_same_bits(both: list[dict[str, Any]]) -> None:
     assert not torch.equal(both[0]["dpsgd"]["weights"][0], both[1]["dpsgd"]["weights"][0])
 
 
+def test_a_run_resumed_in_an_epoch_takes_its_samples(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Also where a sampler draws from torch's own generator, which Trainer sets only when the samples are drawn."""
+    for found in both:
+        assert torch.equal(*found["grouped"])
+    assert torch.equal(*alone["unseeded"])
+
+
 def test_a_resumed_run_has_the_gradient_scaler_of_each_rank(both: list[dict[str, Any]]) -> None:
     for (whole, scaler), (later, other) in (found["scaled"] for found in both):
         assert torch.equal(whole, later) and scaler == other

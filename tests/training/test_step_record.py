@@ -12,6 +12,7 @@ from ddpcore.storage.json_lines import read_lines
 from ddpcore.topology.describe import edges_of
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement, build_trainer
+from ddpcore.training.checkpoint import Checkpoints
 from ddpcore.training.trainer import Trainer
 from helpers import images as helper
 from helpers import ranks
@@ -43,6 +44,20 @@ def test_virtual_learners(tmp_path: Path) -> None:
     assert mean == pytest.approx(record.epochs[0]["train_loss"]), "the recorded losses are those of training"
     for epoch in record.epochs:
         assert lines[epoch["step"] - 1]["consensus_distance"] == epoch["consensus_distance"] > 0
+
+
+def test_a_checkpoint_is_not_newer_than_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is killed after a checkpoint goes on there, and does not take the steps before it again."""
+    seen, save = {}, Checkpoints.save
+
+    def look(self: Checkpoints, step: int, *args: Any, **more: Any) -> bool:
+        seen[step] = [line["step"] for line in steps_of(tmp_path)]
+        return save(self, step, *args, **more)
+
+    monkeypatch.setattr(Checkpoints, "save", look)
+    train(config(run={"checkpoint_every": 2}), out=tmp_path, dataset=helper.images())
+    assert {2, 4} <= seen.keys()
+    assert all(lines == [*range(1, step + 1)] for step, lines in seen.items())
 
 
 def test_the_header_has_the_topology(tmp_path: Path) -> None:
