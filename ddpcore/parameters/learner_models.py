@@ -125,9 +125,8 @@ class LearnerModels(nn.Module):
         modes = torch.overrides._get_current_function_mode_stack()
         in_transform |= any(type(mode).__module__.split(".")[0] not in ("torch", "ddpcore") for mode in modes)
         in_transform |= torch.autograd.forward_ad._current_level >= 0  # all of these see each model's own operations
-        if in_transform or not tensors:
-            return self._in_turn(inputs, named_inputs)
-        if not (self.runs_together() if self._are_together is None else self._are_together):
+        is_known = self._are_together is not None  # inside split()
+        if in_transform or not tensors or not (self._are_together if is_known else self.runs_together()):
             return self._in_turn(inputs, named_inputs)
         chain = self._rules.chain
         is_whole = is_one and inputs[0].dim() > 2 and inputs[0].layout == torch.strided
@@ -215,8 +214,11 @@ def _call(model: nn.Module, row: int, inputs: Any, named_inputs: Any, copies: bo
             return tensor[row].clone() if tensor.requires_grad else tensor[row]
         return own.setdefault(id(tensor), (tensor, tensor[row].clone()))[1]
 
-    args, kwargs = tree_map_only(Tensor, row_of, (inputs, named_inputs))
-    result = model(*args, **kwargs)
+    if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
+        result = model(row_of(inputs[0]))
+    else:
+        args, kwargs = tree_map_only(Tensor, row_of, (inputs, named_inputs))
+        result = model(*args, **kwargs)
     for tensor, copy in own.values():
         if copy._version:
             tensor[row].copy_(copy.detach())
