@@ -203,7 +203,7 @@ class HookedDistributed(Distributed):
         if flat.shards is not None:
             flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
-            model.load_state_dict(own)
+            model.load_state_dict(copy_of(own))
         self._new_order, self._laid_out = None, True
         self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
