@@ -411,7 +411,7 @@ class Lent:
             buffers = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
             self._places = [(own, name, one, known[id(one)]) for own, name, one in buffers]
         self._was_paused = False  # whether the loop had paused averages of gradients, by no_sync
-        self._num_loads = learner.loaded[0]
+        self._loaded = learner.loaded.copy()
         self.swap()
 
     @torch.no_grad()
@@ -430,7 +430,7 @@ class Lent:
     @torch.no_grad()  # inference_mode(False) ends the outer one
     def _keep_changes(self) -> None:
         """Give the learner what the program has changed. A cast of the model, also there and back, is no change."""
-        is_moved, has_loaded = False, self._handle.learner.loaded[0] > self._num_loads
+        is_moved, learner = False, self._handle.learner
         for place, (own, now, given) in enumerate(zip(self._own, self._away, self._given, strict=True)):
             is_parameter = place < self._num_parameters
             is_moved |= is_parameter and (now.dtype, now.device) != (own.dtype, own.device)
@@ -440,8 +440,8 @@ class Lent:
             if given is None or not is_parameter:
                 self._given[place], own.data = None, now.clone()
             elif now.shape == own.shape:  # in place: the flat buffer has it
-                kept = now == given.to(now)  # as other rows of a table; a loaded state of 16 bits has some by chance
-                own.copy_(now if has_loaded and given.element_size() < 4 else now.where(~kept, own.to(now)))
+                kept = now == given.to(now)  # as other rows of a table; a loaded state has some by chance
+                own.copy_(now if learner.loaded[id(own)] > self._loaded[id(own)] else now.where(~kept, own.to(now)))
         for owner, name, buffer, given in self._places:
             held = owner.get(name)
             if held is not None and held is not buffer:  # of a model that was cast, or set by a forward pass

@@ -401,6 +401,37 @@ def test_a_state_that_an_evaluation_loads_stays() -> None:
     handle._watch.check_parameters()
 
 
+def test_a_state_that_a_part_of_the_model_loads_in_an_evaluation_is_whole() -> None:
+    """Also one inside of a compiled model, in any dtype. Elements that the program changes elsewhere are no state."""
+    for kind in (torch.bfloat16, torch.float32):
+        for how in ("compiled", "parts", "scripted", "frozen", "some"):
+            first, second = nn.Linear(4, 4).to(kind), nn.Linear(4, 4).to(kind).requires_grad_(how != "frozen")
+            raw = nn.Sequential(torch.jit.script(first) if how == "scripted" else first, second)
+            model = torch.compile(raw, backend="eager") if how == "compiled" else raw
+            _, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), model)
+            with torch.no_grad():
+                for one in handle.models[1].parameters():
+                    one += 1
+            own = copy.deepcopy(raw.state_dict())
+            with replaced(handle), torch.no_grad():
+                state = {name: value.clone() for name, value in raw.state_dict().items()}
+                for value in state.values():
+                    value[..., 0] += 1  # most numbers are those of the average
+                if how == "compiled":
+                    raw.load_state_dict(state)
+                elif how == "some":
+                    raw[1].load_state_dict({"bias": state["1.bias"]}, strict=False)
+                    for name, one in raw.named_parameters():
+                        one[..., 0] = state[name][..., 0]
+                else:
+                    for index in (0, 1):
+                        raw[index].load_state_dict({key[2:]: state[key] for key in state if key[0] == str(index)})
+            for name, value in raw.state_dict().items():
+                own[name][..., 0] = state[name][..., 0]
+                is_whole = how != "some" or name == "1.bias"
+                assert torch.equal(value, (state if is_whole else own)[name]), (kind, how, name)
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.float16])
 @pytest.mark.parametrize("back", [True, False])
 def test_a_model_that_is_cast_in_an_evaluation_gets_its_own_values_back(kind: torch.dtype, back: bool) -> None:
