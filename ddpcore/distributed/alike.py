@@ -166,9 +166,8 @@ def _is_number(value: Any) -> bool:
 
 def sampled_columns(flat: FlatParameters) -> Tensor:
     """``[n]``: columns of some weights, at least one of each parameter. None is padding."""
-    stride = max(1, flat.numel // _SAMPLE)
     places = [
-        torch.arange(one.offset, one.offset + one.numel, stride, dtype=torch.int64, device="cpu")
+        torch.arange(one.offset, one.offset + one.numel, max(1, flat.numel // _SAMPLE), dtype=torch.int64, device="cpu")
         for one in flat.segments
     ]
     return torch.cat(places).to(flat.param_LP.device)

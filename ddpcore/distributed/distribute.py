@@ -272,12 +272,9 @@ def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             group["params"] += [copies[parameter] for parameter in own]
             if "param_names" in group:
                 group["param_names"] += [f"{group['param_names'][place]} of learner {number}" for place in places]
-            for parameter in own:
-                if parameter in optimizer.state:
-                    optimizer.state[copies[parameter]] = {
-                        name: value if name in shared else copy.deepcopy(value)
-                        for name, value in optimizer.state[parameter].items()
-                    }
+            for parameter in filter(optimizer.state.__contains__, own):
+                state = optimizer.state[parameter].items()
+                optimizer.state[copies[parameter]] = {k: v if k in shared else copy.deepcopy(v) for k, v in state}
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Models and optimizers that ``distribute`` cannot train are refused by name, and later steps of other optimizers."""
+"""What ``distribute`` cannot train is refused by name, and so are later steps of other optimizers. Hooks of states."""
 
 import functools
 import sys
@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from ddpcore.comm.connect import Connection
 from ddpcore.comm.groups import Fact
@@ -107,6 +108,59 @@ def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optim
                 f"the optimizer has the states of {len(models)} learners: pass handle.model to get_state_dict and "
                 "set_state_dict, or save RunState(handle)"
             )
+
+
+class Hook:
+    """A hook of a model in training. Copies of a model have one that does nothing."""
+
+    is_ours = True
+
+    @property
+    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
+        raise AttributeError("torch.jit.script cannot compile a model in training: take the handle's evaluation_model")
+
+    def __reduce__(self) -> "tuple[type[Hook], tuple[()]]":
+        return Hook, ()
+
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        """What the hook does."""
+
+
+class StateHook(Hook):
+    """Before a state of a model or of its part is saved or loaded, so that it meets no temporary change of weights.
+
+    After a load it counts the part's own parameters that the state had. RuntimeError: a forward pass meets the change.
+    """
+
+    def __init__(self, handle: "weakref.ref[Any]") -> None:
+        self._handle, self._prefix = handle, ""
+
+    def register(self, module: nn.Module) -> None:
+        """Set the hook, of one module."""
+        nn.Module.register_state_dict_pre_hook(module, self)  # torch.jit layers have no such methods of their own
+        nn.Module.register_load_state_dict_post_hook(module, self)
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.register_load_state_dict_pre_hook(self)
+
+    @torch.no_grad()
+    @override
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        if (handle := self._handle()) is None:
+            return
+        learner, weight = handle.learner, handle.learner.flat.parameters[0]
+        before = weight._version
+        handle.strategy.restore_weights(learner)
+        for frame in callers(sys._getframe(1)) if weight._version != before else ():
+            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in learner.models:
+                raise RuntimeError(
+                    f"the model saves or loads a state in its forward pass, where {handle.strategy.name} has changed "
+                    "the weights: do so after the step"
+                )
+        if len(values) == 1:  # after a load: the names that the state lacked
+            own, lacking = module._parameters.items(), values[0].missing_keys
+            learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
+        elif len(values) > 2:  # before it
+            self._prefix = values[1]
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
@@ -201,15 +255,13 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None, learners: int |
     be averaged over these learners, or they are virtual.
     """
     named = list(model.named_parameters())
-    if not (sharded := [name for name, parameter in named if is_dtensor(parameter)]):
+    if (sharded := next((name for name, parameter in named if is_dtensor(parameter)), None)) is None:
         return None
     if group is None or learners is not None:
-        raise ValueError(f"parameter {sharded[0]} is a DTensor, and virtual learners are whole: leave learners= out")
+        raise ValueError(f"parameter {sharded} is a DTensor, and virtual learners are whole: leave learners= out")
     for name, parameter in named:
         if not is_dtensor(parameter):
-            raise ValueError(
-                f"parameter {name} is whole and {sharded[0]} a DTensor: call fully_shard on the whole model"
-            )
+            raise ValueError(f"parameter {name} is whole and {sharded} a DTensor: call fully_shard on the whole model")
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
     shards = Shards(model)
@@ -315,9 +367,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     watch = reference()
     own = None if watch is None else watch.learner.optimizer
-    if watch is not None and watch.has_called(sys._getframe(1)):
-        return
-    if own is not None and any(value is own for value in vars(optimizer).values()):
+    is_called = watch is not None and watch.has_called(sys._getframe(1))
+    if is_called or (own is not None and any(value is own for value in vars(optimizer).values())):
         return
     raise RuntimeError(
         f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "

@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import check_state_caller, creates_states_only, outside_modes
+from ddpcore.distributed.guards import Hook, StateHook, check_state_caller, creates_states_only, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.samples import SampleWatch, has_gradients
@@ -73,19 +72,17 @@ class HookedDistributed(Distributed):
         super().__init__(model, learner.comm)
         self.phases = self._span = PhaseClock(learner.comm)
         self.learner, self.strategy, self._state_sync = learner, strategy, state_sync
-        optimizer = learner.optimizer
-        self._weight_step = WeightStep(learner.flat)
-        if isinstance(optimizer, FusedOptimizer):
-            self._weight_step = optimizer.bind(learner.flat)
+        optimizer, flat = learner.optimizer, learner.flat
+        self._weight_step = optimizer.bind(flat) if isinstance(optimizer, FusedOptimizer) else WeightStep(flat)
         self.observers: list[Observer] = []
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
-        self._samples = SampleWatch(learner.flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
+        self._samples = SampleWatch(flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
         self._watch = LoopWatch(learner, strategy, on_nonfinite)
         self._buckets: GradientBuckets | None = None
         if strategy.traits.averages_gradients:
             self._buckets = GradientBuckets(
-                learner.flat,
+                flat,
                 self._bucket_ready,
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
@@ -94,18 +91,15 @@ class HookedDistributed(Distributed):
             )
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
         hook = _ForwardHook(self)
-        self._leave_hook: RemovableHandle | None = None
-        first = learner.flat.shards is not None  # before FSDP2 gathers the weights
+        first = flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
-        for one in self.models:
-            one.register_state_dict_pre_hook(_StateHook(hook))
-            one.register_load_state_dict_pre_hook(_StateHook(hook))
-            one.register_load_state_dict_post_hook(_StateHook(hook))
+        for module in (part for one in self.models for part in one.modules()):
+            StateHook(weakref.ref(self)).register(module)
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
             model.register_forward_hook(_LeaveHook(hook), always_call=True)
         elif self.comm.num_learners > 1:
-            self._leave_hook = model.register_forward_hook(_LeaveHook(hook))
+            self._forward_hooks.append(model.register_forward_hook(_LeaveHook(hook)))
         if learner.comm.transport != "virtual":
             _HANDLES.add(self)
         if (membership := learner.comm.membership) is not None:
@@ -174,8 +168,7 @@ class HookedDistributed(Distributed):
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
-        if self._leave_hook is not None:
-            model._forward_hooks.pop(self._leave_hook.id, None)
+            model._forward_hooks.pop(handle.id, None)
         return model
 
     @override
@@ -191,8 +184,7 @@ class HookedDistributed(Distributed):
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
         }
-        copied: dict[str, Any] = copy_of(state)
-        return copied
+        return dict(copy_of(state))
 
     @outside_modes
     @override
@@ -200,10 +192,11 @@ class HookedDistributed(Distributed):
         flat = self.learner.flat
         self.learner.check_own("load the state after the evaluation")
         self.check_state(state)
+        self.strategy.restore_weights(self.learner)
         if flat.shards is not None:
             flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
-            model.load_state_dict(own)
+            model.load_state_dict(copy_of(own))
         self._new_order, self._laid_out = None, True
         self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
@@ -402,8 +395,7 @@ class HookedDistributed(Distributed):
         if (new := self.learner.comm.admit(self.learner.step)) is not None:  # a learner has asked to join
             give_state(self.learner, new, self._state_sync, self.state_dict)
         # Kernels write through the flat buffer. The new version makes autograd refuse a graph of the old weights.
-        flat = self.learner.flat
-        torch.autograd.graph.increment_version([*flat.parameters, flat.param_LP])
+        torch.autograd.graph.increment_version([*self.learner.flat.parameters, self.learner.flat.param_LP])
         self._watch.end_step()
 
     def _lay_out(self, order: list[int]) -> None:
@@ -412,20 +404,7 @@ class HookedDistributed(Distributed):
             self._buckets.rebuild()
 
 
-class _Hook:
-    """A hook of a model in training. Copies of a model lose it."""
-
-    is_ours = True
-
-    @property
-    def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
-        raise AttributeError("torch.jit.script cannot compile a model in training: take the handle's evaluation_model")
-
-    def __reduce__(self) -> "tuple[type[_NoHook], tuple[()]]":
-        return _NoHook, ()
-
-
-class _ForwardHook(_Hook):
+class _ForwardHook(Hook):
     """Calls strategy and observers before a forward pass of all learners that records gradients.
 
     A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
@@ -440,7 +419,8 @@ class _ForwardHook(_Hook):
         self._ran: dict[bool, set[int]] = {True: set(), False: set()}
         self._is_inside = False  # whether a call of handle.model is running
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    @override
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         handle = self._handle()
         if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
@@ -467,34 +447,14 @@ class _ForwardHook(_Hook):
             handle.before_forward()
 
 
-class _LeaveHook(_Hook):
+class _LeaveHook(Hook):
     """After a call of ``handle.model``, of virtual learners also after an error."""
 
     def __init__(self, hook: _ForwardHook) -> None:
         self._hook = hook
 
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    @override
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         self._hook._is_inside = False
         if (handle := self._hook._handle()) is not None:
-            handle.phases.end_forward(module, inputs, outputs)
-
-
-class _StateHook(_Hook):
-    """Before a state of a model is saved or loaded, and after: neither meets a temporary change of the weights."""
-
-    def __init__(self, hook: _ForwardHook) -> None:
-        self._handle = hook._handle
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        if (handle := self._handle()) is not None:
-            handle.strategy.restore_weights(handle.learner)
-            if len(values) == 1:  # the keys that a loaded state lacked
-                handle.learner.loaded.update(row for row, one in enumerate(handle.models) if one is module)
-
-
-class _NoHook:
-    is_ours = True
-
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        return
+            handle.phases.end_forward(module, *values)

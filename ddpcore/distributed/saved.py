@@ -1,6 +1,5 @@
 """All state of a training in one value and as a Stateful; the averaged weights in the place of a model's own."""
 
-import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map, tree_map_with_path
 from ddpcore.distributed.averaging import has_average
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.optim import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
 from ddpcore.storage.serialization import copy_of, pack, unpack
@@ -54,7 +54,7 @@ def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optim
         random["cuda"] = torch.cuda.get_rng_state(device)
     return {
         "model": copy_of(dict(model.state_dict())),
-        "optimizer": optimizer.state_dict(),
+        "optimizer": _copied(optimizer, optimizer.state_dict()),
         "handle": handle.state_dict(),
         "random": random,
     }
@@ -62,14 +62,19 @@ def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optim
 
 def load_state(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the result of :func:`state_of`, after ``handle.check_state``. Collective."""
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    model.load_state_dict(copy_of(state["model"]))  # torch copies weights and buffers, and no further state
+    optimizer.load_state_dict(_copied(optimizer, state["optimizer"]))
     handle.load_state_dict(state["handle"])
     random, device = state.get("random", {}), _device_of(handle, model)  # none: of another number of shards
     if "cpu" in random:
         torch.set_rng_state(random["cpu"].cpu())
     if "cuda" in random and device.type == "cuda":
         torch.cuda.set_rng_state(random["cuda"].cpu(), device)
+
+
+def _copied(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Any:
+    """A copy of its state, because optimizers of torch save and load their own tensors. Ours copy by themselves."""
+    return state if isinstance(optimizer, FusedOptimizer) else copy_of(state)
 
 
 def _device_of(handle: Distributed, model: nn.Module) -> torch.device:
@@ -126,12 +131,10 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
     for name, mask in models[0].items() if sources is None else ():
         is_mask = name.endswith("_mask") and f"{name[:-5]}_orig" in models[0]  # of torch.nn.utils.prune
         if is_mask and not all(torch.equal(mask, model[name]) for model in models):
-            raise ValueError(
-                f"{name} of pruning differs between learners: load with weights='nearest', not the average"
-            )
-    moved = [_moved([model[name] for model in models], sources, len(handle.models)) for name in models[0]]
-    for model, values in zip(handle.models, zip(*moved, strict=True), strict=True):
-        model.load_state_dict(dict(zip(models[0], values, strict=True)))
+            raise ValueError(f"{name} of pruning differs between learners: load with weights='nearest' instead")
+    means = {name: _mean([model[name] for model in models]) for name in models[0]} if sources is None else {}
+    for place, model in enumerate(handle.models):
+        model.load_state_dict(copy_of(means if sources is None else models[sources[place]]))
     optimizer = handle.learner.optimizer
     optimizer.load_state_dict(_moved_moments(handle, [state["optimizer"] for state in states], moments, sources))
     own = handle.state_dict()
@@ -143,7 +146,7 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
 def _moved_moments(
     handle: HookedDistributed, states: Sequence[dict[str, Any]], moments: str, sources: Sequence[int] | None
 ) -> dict[str, Any]:
-    """The optimizer state of ``handle``'s learners from the states of others, see :func:`_moved`."""
+    """The optimizer state of ``handle``'s learners: that of the old learners in ``sources``, or the means of all."""
     first = {id(parameter) for parameter in handle.models[0].parameters()}
     optimizer, merged = handle.learner.optimizer, {}
     packed = optimizer.state_dict()["param_groups"]
@@ -162,7 +165,7 @@ def _moved_moments(
                 moved = [found[source] for source in sources]
             for number, its in zip(mine, moved, strict=True):
                 if its is not None:
-                    merged[numbers["params"][number]] = copy.deepcopy(its)
+                    merged[numbers["params"][number]] = copy_of(its)
     groups = [{**saved, "params": one["params"]} for saved, one in zip(states[0]["param_groups"], packed, strict=True)]
     return {**states[0], "state": merged, "param_groups": groups}
 
@@ -176,22 +179,17 @@ def _mean_states(found: Sequence[dict[str, Any] | None], shape: torch.Size) -> d
             continue
         has_zeros = isinstance(first, Tensor) and first.shape == shape and name != "step"
         zeros = [torch.zeros_like(first)] * num_lacking if has_zeros else []
-        means[name] = _moved([one[name] for one in known] + zeros, None, 1)[0]
+        means[name] = _mean([one[name] for one in known] + zeros)
     return means
 
 
-def _moved(values: Sequence[Any], sources: Sequence[int] | None, num: int) -> list[Any]:
-    """For each of ``num`` learners the value of the old learner in ``sources``, or the mean of all.
-
-    Of what is no tensor of real or complex numbers, such as a count, it is the first instead of the mean.
-    """
-    if sources is not None:
-        return [values[source] for source in sources]
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean. Of what is no tensor of real or complex numbers, such as a count, it is the first instead."""
     first = values[0]
     if not isinstance(first, torch.Tensor) or not has_average(first):
-        return [first] * num
+        return first
     wide = torch.complex128 if first.is_complex() else torch.float64
-    return [torch.stack([value.to(first.device, wide) for value in values]).mean(dim=0).to(first.dtype)] * num
+    return torch.stack([value.to(first.device, wide) for value in values]).mean(dim=0).to(first.dtype)
 
 
 class RunState:
@@ -254,8 +252,7 @@ class RunState:
             tree = json.loads(bytes(tensors.pop("tree").tolist()))
             if self._num_saved:
                 handle.check_state({**tree["handle"], "made_by": handle._made_by()})  # before the layout changes
-                names = handle.learner.flat.names
-                handle._lay_out([names.index(name) for name in tree["handle"]["layout"]])
+                handle._lay_out([handle.learner.flat.names.index(name) for name in tree["handle"]["layout"]])
                 tree = _joined(tree, tensors, handle.learner)
             states[rank] = unpack(tree, tensors, handle.learner.flat.param_LP.device)
             if self._num_saved != self._num_shards:
@@ -276,15 +273,13 @@ class RunState:
         lacking = {name for name, one in owners.items() if isinstance(one, nn.Parameter)} - names
         if other := sorted(lacking | (names - set(owners))):
             raise ValueError(f"{saved} holds a model with other parameters, as {other[0]}: load it into that model")
-        sent = f"{self._own(self._num_saved)}.handle.strategy"
-        if self._num_saved != self._num_shards and any(
+        num, sent = self._num_saved, f"{self._own(self._num_saved)}.handle.strategy"
+        if num != self._num_shards and any(
             name.startswith(sent) and not entry.properties.dtype.is_floating_point
             for entries in self._found.values()
             for name, entry in entries.items()
         ):
-            raise ValueError(
-                f"{saved} holds compressed weights of {self._num_saved} shards under way: load it on as many"
-            )
+            raise ValueError(f"{saved} holds compressed weights of {num} shards under way: load it on as many")
 
     def _room(self, rank: int) -> dict[str, Any]:
         """Tensors for what this process loads of one that has saved."""
@@ -416,7 +411,7 @@ class Lent:
             buffers = [(own, name, one) for own in owners for name, one in own.items() if one is not None]
             self._places = [(own, name, one, known[id(one)]) for own, name, one in buffers]
         self._was_paused = False  # whether the loop had paused averages of gradients, by no_sync
-        self._num_loads = learner.loaded[0]
+        self._loaded = learner.loaded.copy()
         self.swap()
 
     @torch.no_grad()
@@ -435,7 +430,7 @@ class Lent:
     @torch.no_grad()  # inference_mode(False) ends the outer one
     def _keep_changes(self) -> None:
         """Give the learner what the program has changed. A cast of the model, also there and back, is no change."""
-        is_moved, has_loaded = False, self._handle.learner.loaded[0] > self._num_loads
+        is_moved, learner = False, self._handle.learner
         for place, (own, now, given) in enumerate(zip(self._own, self._away, self._given, strict=True)):
             is_parameter = place < self._num_parameters
             is_moved |= is_parameter and (now.dtype, now.device) != (own.dtype, own.device)
@@ -445,8 +440,8 @@ class Lent:
             if given is None or not is_parameter:
                 self._given[place], own.data = None, now.clone()
             elif now.shape == own.shape:  # in place: the flat buffer has it
-                kept = now == given.to(now)  # as other rows of a table; a loaded state of 16 bits has some by chance
-                own.copy_(now if has_loaded and given.element_size() < 4 else now.where(~kept, own.to(now)))
+                kept = now == given.to(now)  # as other rows of a table; a loaded state has some by chance
+                own.copy_(now if learner.loaded[id(own)] > self._loaded[id(own)] else now.where(~kept, own.to(now)))
         for owner, name, buffer, given in self._places:
             held = owner.get(name)
             if held is not None and held is not buffer:  # of a model that was cast, or set by a forward pass

@@ -292,5 +292,4 @@ def received_state(learner: Learner) -> dict[str, Any]:
     learner.models[0].load_state_dict(state["model"])
     if state["optimizer"] is not None:
         learner.optimizer.load_state_dict(state["optimizer"])
-    handle_state: dict[str, Any] = state["handle"]
-    return handle_state
+    return dict(state["handle"])

@@ -110,10 +110,8 @@ class ADPSGD(Strategy):
             raise ValueError(f"adpsgd: speeds is {self.speeds}: the fastest learner must have 1, divide by its speed")
         self._fractions = [Fraction(speed).limit_denominator(1000) for speed in self.speeds or ()]
         self._acceleration: Acceleration | None = None
-        self._live: LiveWeights | None = None  # w, and y
+        self._learner: Learner | None = None  # it has w, and y
         self._read_LP: Tensor | None = None  # v; the models hold it, too, and the optimizer changes it there
-        self._left_LP: Tensor | None = None  # what the models held after the last step
-        self._loaded: Iterable[int] = ()  # that of the learner
 
     def __repr__(self) -> str:
         more = ("accelerated", "eta", "alpha") if self.accelerated else ()
@@ -189,12 +187,12 @@ class ADPSGD(Strategy):
     @override
     def before_forward(self, learner: Learner) -> None:
         """Before the first step: begin with w = v, the weights of the models. Collective."""
-        self._loaded = learner.loaded
+        self._learner = learner
         if learner.live is None:
             self._read_LP = learner.flat.param_LP.clone()
             rule = None if self._acceleration is None else A2CiD2(self._acceleration)
-            learner.live = self._live = learner.comm.live(learner.flat.param_LP, rule)
-            learner.left = self._left_LP = self._read_LP if self.speeds is None else self._read_LP.clone()
+            learner.live = learner.comm.live(learner.flat.param_LP, rule)
+            learner.left = self._read_LP if self.speeds is None else self._read_LP.clone()
 
     @override
     def before_step(self, learner: Learner) -> None:
@@ -227,7 +225,7 @@ class ADPSGD(Strategy):
         self._flow(live, flown, learner.comm.learners, Fraction(learner.step))
         learner.loaded.clear()
         # Slow learners hold steps that have not ended.
-        learner.left = self._left_LP = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
+        learner.left = self._read_LP if self.speeds is None else learner.flat.param_LP.clone()
 
     def _flow(self, live: LiveWeights, flown: dict[int, Fraction], learners: Iterable[int], time: Fraction) -> None:
         """Move the rows of those learners that are held here to a time."""
@@ -240,21 +238,24 @@ class ADPSGD(Strategy):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        left_LP = None if self.speeds is None else self._left_LP
-        live = None if self._live is None else self._live.rows()
-        return {"live": live, "read": self._read_LP, "left": left_LP, "loaded": sorted(self._loaded)}
+        learner = self._learner
+        if learner is None or learner.live is None:
+            return {"live": None, "read": None, "left": None, "loaded": []}
+        left_LP = None if self.speeds is None else learner.left
+        loaded = [index for one, index in learner.flat.index.items() if one in learner.loaded]
+        return {"live": learner.live.rows(), "read": self._read_LP, "left": left_LP, "loaded": loaded}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
         learner.loaded.clear()  # to resume brings the weights of each model, which is no state that a program loads
-        learner.loaded.update(state.get("loaded", ()))
+        learner.loaded.update(id(learner.flat.parameters[index]) for index in state.get("loaded", ()))
         if state["live"] is None:  # saved before the first step
             if learner.live is not None:
                 learner.live.settle()  # others may still average with these weights
-            learner.live = learner.left = self._live = self._read_LP = self._left_LP = None
+            learner.live = learner.left = self._read_LP = None
             return
         self.before_forward(learner)
         assert learner.live is not None
         learner.live.load(state["live"])
         self._read_LP = state["read"]
-        learner.left = self._left_LP = self._read_LP if self.speeds is None else state.get("left")
+        learner.left = self._read_LP if self.speeds is None else state.get("left")

@@ -101,7 +101,7 @@ class Learner:
     #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
     left: Tensor | None = None  #: beside ``live``: ``[L, P]``, the models' weights after the last step
-    loaded: Counter[int] = field(default_factory=Counter)  #: how often models have loaded a state, by their rows
+    loaded: Counter[int] = field(default_factory=Counter)  #: how often a state has brought a parameter, by its id
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
@@ -140,7 +140,7 @@ class Learner:
         """The weights ``[L, P]`` whose average is evaluated. Collective.
 
         They are the models', or a copy of the live ones with what the program has changed in the models after a step:
-        a change is added, and a state that ``load_state_dict`` of any model has brought is in the place of its row.
+        a change is added, and what ``load_state_dict`` of any model or part has brought is in its place.
         """
         if self.live is None:
             return self.flat.param_LP
@@ -148,13 +148,14 @@ class Learner:
         live_LP, rows_LP = self.live.own(), self.flat.param_LP
         if self.left is None:
             return live_LP
-        is_other_LP = rows_LP != self.left
-        loads = int(any(bool(is_other_LP[row].any()) for row in self.loaded))
+        is_other_LP, is_loaded_LP = rows_LP != self.left, torch.zeros_like(rows_LP, dtype=torch.bool)
+        for parameter, view in zip(self.flat.parameters, self.flat.views_of(is_loaded_LP), strict=True):
+            if id(parameter) in self.loaded:
+                view.fill_(True)
+        loads = int(bool((is_other_LP & is_loaded_LP).any()))
         has_loaded = any(any(row) for row in self.gather([loads]))  # else a resumed run has loaded its own weights
-        result_LP = torch.where(is_other_LP, live_LP + (rows_LP - self.left), live_LP)
-        for row in self.loaded if has_loaded else ():
-            result_LP[row] = rows_LP[row]
-        return result_LP
+        own_LP = torch.where(is_other_LP, live_LP + (rows_LP - self.left), live_LP)
+        return torch.where(is_loaded_LP, rows_LP, own_LP) if has_loaded else own_LP
 
     def gather(self, numbers: Sequence[int], step: int | None = None) -> list[list[int]]:
         """Whole numbers of each learner, which those held here share. Collective."""

@@ -1,7 +1,7 @@
 """Synchronous SGD with Gaussian weight noise."""
 
 import hashlib
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -115,10 +115,6 @@ class NoisySSGD(SSGD):
             )
         learner.flat.param_LP.copy_(clean_LP)
         torch.autograd.graph.increment_version(learner.flat.parameters)
-
-    @override
-    def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._clean_LP = None  # the loaded weights hold no noise
 
     @override
     def before_step(self, learner: Learner) -> WeightAverage | None:

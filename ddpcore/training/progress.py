@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.comm.base import Communicator
+from ddpcore.storage.serialization import copy_of
 
 _BYTES = 4096  # of the message to a rank that joins
 
@@ -126,7 +127,7 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": self.total_seconds}
+        return copy_of({item.name: getattr(self, item.name) for item in fields(self)}) | {"seconds": self.total_seconds}
 
 
 def _mean(losses_n: Tensor, lost_n: Tensor, num_steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import ddpcore
 from ddpcore.diagnostics import NoiseStatistics
@@ -274,3 +276,24 @@ def test_a_loss_without_a_graph_is_one_line():
     with pytest.raises(ValueError, match="must return one number with a graph"):
         optimizer.step()
     assert torch.equal(handle.learner.flat.param_LP, before) and not handle.learner.hooks_paused
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(period=2)])
+def test_a_state_in_memory_does_not_change_and_a_load_is_a_copy(make):
+    """Also the sums of steps since the last record."""
+    handle, optimizer, statistics = small(make(), Crossed(), every=3, batch_size=8)
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            handle.model(torch.randn(4, 8, 3)).square().mean((1, 2)).sum().backward()
+            optimizer.step()
+
+    train(4)
+    state = statistics.state_dict()
+    then = copy.deepcopy(state)
+    train(4)
+    statistics.load_state_dict(state)
+    train(5)
+    for mine, theirs in zip(tree_leaves(state), tree_leaves(then), strict=True):
+        assert torch.equal(mine, theirs) if isinstance(mine, Tensor) else mine == theirs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import ddpcore
 from ddpcore import RunState
-from ddpcore.distributed.saved import Lent, load_run_state, replaced, run_state
+from ddpcore.distributed.saved import Lent, load_run_state, load_state, replaced, run_state, state_of
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon
 from helpers import ranks, saved_ranks
 from helpers.saved_ranks import begin, flat, train
 
@@ -47,6 +51,110 @@ def test_a_state_in_memory_is_that_of_its_step() -> None:
     assert all(torch.equal(a, b) for a, b in zip(flat(handle), then, strict=True))
     train(handle, optimizer, 3, 6)
     assert all(torch.equal(a, b) for a, b in zip(flat(handle), end, strict=True))
+
+
+class _Tabled(nn.Linear):
+    """Its further state is a tensor that it changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.table = torch.zeros(2)
+
+    def get_extra_state(self) -> Any:
+        return {"table": self.table}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.table = state["table"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table += 1
+        return super().forward(x)
+
+
+_ADAMW = partial(torch.optim.AdamW, lr=0.01)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": _ADAMW,
+    "adamw, a tensor as rate": lambda parameters: _ADAMW(parameters, lr=torch.tensor(0.01)),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "asgd": partial(torch.optim.ASGD, lr=0.1, t0=0),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+    "radam": torch.optim.RAdam,
+    "lbfgs": partial(torch.optim.LBFGS, lr=0.01, max_iter=3),
+    "fused sgd": partial(FusedSGD, lr=0.1, momentum=0.9),
+    "fused adamw": partial(FusedAdamW, lr=0.01),
+    "fused lamb": partial(FusedLAMB, lr=0.01),
+    "fused lars": partial(FusedLARS, lr=0.1, momentum=0.9),
+    "muon": lambda parameters: Muon([{"params": [one], "rule": ("adamw", "muon")[one.ndim - 1]} for one in parameters]),
+}
+
+
+class _Run:
+    """A training with an optimizer of this name."""
+
+    def __init__(self, name: str, strategy: Any, learners: int) -> None:
+        self.name, self.model = name, _Tabled()
+        self.optimizer = OPTIMIZERS[name](self.model.parameters())
+        options = {} if isinstance(strategy, ddpcore.Single) else {"learners": learners}
+        self.handle = ddpcore.distribute(self.model, self.optimizer, copy.deepcopy(strategy), **options)
+
+    def state(self) -> dict[str, Any]:
+        return state_of(self.handle, self.model, self.optimizer)
+
+    def load(self, state: dict[str, Any]) -> None:
+        load_state(self.handle, self.model, self.optimizer, state)
+
+    def train(self, steps: range) -> None:
+        for self.step in steps:
+            if self.name == "lbfgs":
+                self.optimizer.step(self._loss)
+            else:
+                self._loss()
+                self.optimizer.step()
+
+    def _loss(self) -> torch.Tensor:
+        inputs = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(self.step))
+        self.optimizer.zero_grad()
+        total = sum(one(x).square().mean() for one, x in zip(self.handle.models, inputs, strict=False))
+        total.backward()
+        return total
+
+
+@pytest.mark.parametrize("loads_elsewhere", [False, True])
+def test_a_state_in_memory_does_not_change_and_loads_are_copies(loads_elsewhere: bool) -> None:
+    """With optimizers of torch, too, whose own states share memory with what they save and load."""
+    strategies = ddpcore.Single(), ddpcore.SSGD(), ddpcore.LocalSGD(2, outer=_ADAMW)
+    for name, strategy in product(OPTIMIZERS, strategies):
+        if name == "lbfgs" and isinstance(strategy, ddpcore.SSGD):
+            continue  # it takes no closure
+        learners, what = 1 if name == "lbfgs" else 2, f"{name}, {strategy!r}"
+        torch.manual_seed(0)
+        run = _Run(name, strategy, learners)
+        run.train(range(3))
+        state = run.state()
+        then = copy.deepcopy(state)
+        run.train(range(3, 6))
+        _assert_equal(state, then, f"{what}: later steps change a state that the program keeps")
+        end = [one.detach().clone() for one in run.model.parameters()]
+        run = _Run(name, strategy, learners) if loads_elsewhere else run
+        for _ in range(2):
+            run.load(state)
+            run.train(range(3, 6))
+            _assert_equal(state, then, f"{what}: steps after a load change the program's state")
+            assert all(map(torch.equal, run.model.parameters(), end)), what
+        if learners == 2 and not isinstance(strategy, ddpcore.Single):
+            more = _Run(name, strategy, 3)
+            load_run_state(more.handle, [state])
+            more.train(range(2))
+            _assert_equal(state, then, f"{what}: more learners change the program's state")
+
+
+def _assert_equal(state: Any, then: Any, message: str) -> None:
+    for mine, theirs in zip(tree_leaves(state), tree_leaves(then), strict=True):
+        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+        assert same, message
 
 
 @pytest.mark.parametrize("moments", ["average", "reset"])
@@ -291,6 +399,37 @@ def test_a_state_that_an_evaluation_loads_stays() -> None:
     lent.swap()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     handle._watch.check_parameters()
+
+
+def test_a_state_that_a_part_of_the_model_loads_in_an_evaluation_is_whole() -> None:
+    """Also one inside of a compiled model, in any dtype. Elements that the program changes elsewhere are no state."""
+    for kind in (torch.bfloat16, torch.float32):
+        for how in ("compiled", "parts", "scripted", "frozen", "some"):
+            first, second = nn.Linear(4, 4).to(kind), nn.Linear(4, 4).to(kind).requires_grad_(how != "frozen")
+            raw = nn.Sequential(torch.jit.script(first) if how == "scripted" else first, second)
+            model = torch.compile(raw, backend="eager") if how == "compiled" else raw
+            _, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), model)
+            with torch.no_grad():
+                for one in handle.models[1].parameters():
+                    one += 1
+            own = copy.deepcopy(raw.state_dict())
+            with replaced(handle), torch.no_grad():
+                state = {name: value.clone() for name, value in raw.state_dict().items()}
+                for value in state.values():
+                    value[..., 0] += 1  # most numbers are those of the average
+                if how == "compiled":
+                    raw.load_state_dict(state)
+                elif how == "some":
+                    raw[1].load_state_dict({"bias": state["1.bias"]}, strict=False)
+                    for name, one in raw.named_parameters():
+                        one[..., 0] = state[name][..., 0]
+                else:
+                    for index in (0, 1):
+                        raw[index].load_state_dict({key[2:]: state[key] for key in state if key[0] == str(index)})
+            for name, value in raw.state_dict().items():
+                own[name][..., 0] = state[name][..., 0]
+                is_whole = how != "some" or name == "1.bias"
+                assert torch.equal(value, (state if is_whole else own)[name]), (kind, how, name)
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float16])

@@ -319,10 +319,13 @@ def test_by_name() -> None:
 LEARNERS = pytest.mark.parametrize("options", [{}, {"speeds": (1.0, 0.5, 0.3)}, {"accelerated": True}], ids=str)
 
 
-def _of_three(options: dict[str, Any], num_steps: int) -> tuple[Any, Any, Callable[[int], None]]:
+def _of_three(
+    options: dict[str, Any], num_steps: int, model: Any = None, compiles: bool = False
+) -> tuple[Any, Any, Callable[[int], None]]:
     """The model, the handle, and a function that trains by so many steps, after the first ones."""
     torch.manual_seed(0)
-    model = nn.Linear(3, 1)
+    model = model or nn.Linear(3, 1)
+    model = torch.compile(model, backend="eager") if compiles else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, ADPSGD(Complete(), **options), learners=3)
 
@@ -383,6 +386,35 @@ def test_one_weight_that_the_program_changes_leaves_the_others(options: dict[str
     for one in handle.models:
         one.load_state_dict(handle.models[2].state_dict())
     torch.testing.assert_close(handle.evaluation_model().weight, handle.models[2].weight, rtol=0, atol=1e-7)
+
+
+@LEARNERS
+def test_parts_that_the_program_loads_are_evaluated(options: dict[str, Any]) -> None:
+    """And no others, which keep the weights that peers change. A model may be inside of a compiled one."""
+    for how in ("compiled", "parts", "first", "weight"):
+        _, handle, train = _of_three(options, 3, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), how == "compiled")
+        before = handle.evaluation_model().state_dict()
+        for one in handle.models:
+            raw = getattr(one, "_orig_mod", one)
+            sevens = {name: torch.full_like(value, 7.0) for name, value in raw.state_dict().items()}
+            if how == "compiled":
+                raw.load_state_dict(sevens)
+            elif how == "weight":
+                raw.load_state_dict({"0.weight": sevens["0.weight"]}, strict=False)
+            else:
+                for index in range(1 if how == "first" else 2):
+                    raw[index].load_state_dict({key[2:]: sevens[key] for key in sevens if key[0] == str(index)})
+        loaded = {"first": ("0.weight", "0.bias"), "weight": ("0.weight",)}.get(how, tuple(sevens))
+        after = handle.evaluation_model().state_dict()
+        if how != "compiled":
+            resumed = _of_three(options, 0, nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))[1]
+            load_run_state(resumed, [run_state(handle)])
+            for name, value in resumed.evaluation_model().state_dict().items():
+                assert torch.equal(value, after[name])
+        for name, value in after.items():
+            is_loaded = name.removeprefix("_orig_mod.") in loaded
+            assert torch.equal(value, torch.full_like(value, 7.0) if is_loaded else before[name]), (how, name)
+        train(1)
 
 
 @LEARNERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any
@@ -133,6 +134,62 @@ def test_a_change_of_weights_that_hold_noise_is_not_undone_in_silence() -> None:
             model.weight.clamp_(-1.0, 1.0)
     with pytest.raises(RuntimeError, match="weights were changed after a forward pass and before its backward pass"):
         handle.model(inputs).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["compiled", "parts"])
+def test_states_of_parts_hold_no_noise_either(how: str) -> None:
+    """And what a part of the model loads between two passes stays. A model may be inside of a compiled one."""
+    raw = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = torch.compile(raw, backend="eager") if how == "compiled" else raw
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, NoisySSGD(0.1, where="per_learner"), learners=2)
+    inner = [getattr(one, "_orig_mod", one) for one in handle.models]
+    clean = copy.deepcopy(raw.state_dict())
+    for one in inner:
+        for part, prefix in ((one, ""),) if how == "compiled" else ((one[0], "0."), (one[1], "1.")):
+            handle.model(torch.randn(2, 3, 4))
+            assert not torch.equal(one[0].weight, clean["0.weight"]), "a forward pass that records gradients adds noise"
+            for name, value in part.state_dict().items():
+                assert torch.equal(value, clean[prefix + name]), prefix + name
+            handle.model(torch.randn(2, 3, 4))
+            part.load_state_dict({name: torch.full_like(value, 7.0) for name, value in part.state_dict().items()})
+    handle.model(torch.randn(2, 3, 4)).sum().backward()
+    assert all((weight == 7.0).all() for one in handle.models for weight in one.parameters())
+
+
+class _Followed(nn.Module):
+    """A forward pass moves a teacher to the layer, as momentum encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher, self.moves = nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.moves:
+            self.teacher.load_state_dict(self.layer.state_dict())
+        return self.layer(x)
+
+
+def test_states_in_the_middle_of_a_forward_pass_are_refused() -> None:
+    """Its weights hold the noise, which the state must not have and the rest of the pass must."""
+    for num in (1, 2):
+        model = _Followed()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, NoisySSGD(0.1, where="per_learner"), learners=num)
+        clean = model.layer.weight.detach().clone()
+        for called, shape in ((handle.model, (num, 3, 4)), (handle.models[-1], (3, 4))):
+            with pytest.raises(RuntimeError, match="saves or loads a state in its forward pass, where noisy_ssgd"):
+                called(torch.randn(shape))
+            with torch.no_grad():
+                called(torch.randn(shape))  # without noise
+            for one in handle.models:
+                assert torch.equal(one.layer.weight, clean)
+        for one in handle.models:
+            one.moves = False
+        state = handle.state_dict()
+        handle.model(torch.randn(num, 3, 4))
+        handle.load_state_dict(state)  # also alone, it leaves no noise
+        assert torch.equal(model.layer.weight, clean)
 
 
 def test_nothing_is_sent_for_the_noise() -> None:

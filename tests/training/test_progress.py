@@ -59,3 +59,12 @@ def test_a_loss_that_is_not_finite_in_an_evaluation_is_a_divergence() -> None:
     made, _ = progress()
     assert made.evaluated(0.9, float("nan"), 1, 10) is False
     assert made.diverged and made.best is None
+
+
+def test_a_state_in_memory_does_not_change() -> None:
+    made, _ = progress()
+    made.add(torch.tensor([1.0, 3.0]))
+    state = made.state_dict()
+    made.add(torch.tensor([math.nan, 3.0]), only_finite=True)
+    assert state["epoch_loss_L"].tolist() == state["window_loss_L"].tolist() == [1.0, 3.0]
+    assert not state["epoch_lost_L"].any() and not state["window_lost_L"].any()
