@@ -17,9 +17,7 @@ from ddpcore.storage.files import MNIST_BYTES, read_packed, shown
 NUM_CLASSES = 10
 INPUT_SHAPE = (1, 28, 28)
 NORMALIZATION = Normalization((0.1307,), (0.3081,))
-FILES = tuple(
-    f"{name}-ubyte" for split in ("train", "t10k") for name in (f"{split}-images-idx3", f"{split}-labels-idx1")
-)
+FILES = tuple(f"{name}-ubyte" for part in ("train", "t10k") for name in (f"{part}-images-idx3", f"{part}-labels-idx1"))
 MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",

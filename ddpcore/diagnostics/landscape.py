@@ -94,9 +94,7 @@ def plane_through(models: Mapping[str, nn.Module]) -> Plane:
         raise ValueError("the three models lie on one line: take other solutions")
     slope = float((third_P.double() @ x_P.double()) / x_P.double().square().sum())
     marks = dict(zip(models, [(0.0, 0.0), (1.0, 0.0), (slope, 1.0)], strict=True))
-    return Plane(
-        origin_P=origin_P, along_x_P=x_P, along_y_P=y_P, about="the plane through three solutions", marks=marks
-    )
+    return Plane(origin_P=origin_P, along_x_P=x_P, along_y_P=y_P, about="plane through three solutions", marks=marks)
 
 
 def eigenvector_plane(model: nn.Module, found: Eigenvalues) -> Plane:

@@ -113,9 +113,7 @@ class AveragedShards(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The averaged weights, as DTensors, and buffers, by their names in the training model."""
         model = self._learner.models[0]
-        return {
-            name: self._averaged.get(name, self._held.get(name, value)) for name, value in model.state_dict().items()
-        }
+        return {key: self._averaged.get(key, self._held.get(key, value)) for key, value in model.state_dict().items()}
 
 
 def _apart(tensors: Sequence[Sequence[Tensor]], comm: Communicator) -> list[bool]:

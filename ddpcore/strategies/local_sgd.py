@@ -171,9 +171,7 @@ class LocalSGD(GradientAverages):
     def traits(self) -> Traits:
         no_deaths = NO_DEATHS_IN_GROUPS if self.group > 1 else ""
         if not no_deaths and (self.overlap or self.compression is not None):
-            no_deaths = (
-                "on_failure='shrink' works with averages that end in their step: leave overlap and compression out"
-            )
+            no_deaths = "on_failure='shrink' needs averages that end in their step: leave overlap and compression out"
         elif not no_deaths and self.topology is not None and self.outer is not None:
             no_deaths = (
                 "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
