@@ -302,6 +302,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if optimizer in _OWN:
         learner = learner_of(parameters)
         if learner.watch._strategy.plan(learner.step).averages_gradients and learner.comm.transport != "virtual":
+            for name in ("grad_scale", "found_inf"):  # torch leaves them after an error, and steps would take both
+                vars(optimizer).pop(name, None)
             raise RuntimeError(
                 "the GradScaler found no gradient on this rank, so it misses the scale and overflows of the average: "
                 "run a backward pass in each step, for an empty batch of scaler.scale(0 * model(x).sum())"
@@ -315,9 +317,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     watch = reference()
     own = None if watch is None else watch.learner.optimizer
-    if watch is not None and watch.has_called(sys._getframe(1)):
-        return
-    if own is not None and any(value is own for value in vars(optimizer).values()):
+    if watch is not None and (
+        watch.has_called(sys._getframe(1)) or any(one is own for one in vars(optimizer).values())
+    ):
         return
     raise RuntimeError(
         f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "
