@@ -90,7 +90,6 @@ class HookedDistributed(Distributed):
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
-                on_pass=getattr(self._watch.resets, "note", None),
             )
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
         hook = _ForwardHook(self)
