@@ -15,13 +15,12 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ddpcore.comm.agreement import describe
@@ -31,6 +30,7 @@ from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.guards import check_state_caller, creates_states_only, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
+from ddpcore.distributed.resets import refuse_lacking
 from ddpcore.distributed.samples import SampleWatch, has_gradients
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
@@ -91,20 +91,20 @@ class HookedDistributed(Distributed):
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
             )
+        self._is_inside = False  # whether a call of handle.model is running
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
         hook = _ForwardHook(self)
-        self._leave_hook: RemovableHandle | None = None
         first = learner.flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
         for one in self.models:
-            one.register_state_dict_pre_hook(_StateHook(hook))
-            one.register_load_state_dict_pre_hook(_StateHook(hook))
-            one.register_load_state_dict_post_hook(_StateHook(hook))
+            one.register_state_dict_pre_hook(_StateHook(self))
+            one.register_load_state_dict_pre_hook(_StateHook(self))
+            one.register_load_state_dict_post_hook(_StateHook(self))
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
-            model.register_forward_hook(_LeaveHook(hook), always_call=True)
+            model.register_forward_hook(_LeaveHook(self), always_call=True)
         elif self.comm.num_learners > 1:
-            self._leave_hook = model.register_forward_hook(_LeaveHook(hook))
+            self._forward_hooks.append(model.register_forward_hook(_LeaveHook(self)))
         if learner.comm.transport != "virtual":
             _HANDLES.add(self)
         if (membership := learner.comm.membership) is not None:
@@ -137,20 +137,13 @@ class HookedDistributed(Distributed):
         return super().split(*tensors)
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._passes(averages=False)
-
-    @override
-    def sync(self) -> AbstractContextManager[None]:
-        return self._passes(averages=True)
-
     @contextmanager
     def _passes(self, *, averages: bool) -> Iterator[None]:
         if self._buckets is None or (averages and not self._buckets.paused):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, not averages
-        self._watch.begin_pause()
+        self._watch.begin_pause(averages=averages)
         try:
             yield
         finally:
@@ -173,14 +166,13 @@ class HookedDistributed(Distributed):
         model = averaged_model(self.learner, batch_norm)
         for handle in self._forward_hooks:
             model._forward_pre_hooks.pop(handle.id, None)
-        if self._leave_hook is not None:
-            model._forward_hooks.pop(self._leave_hook.id, None)
+            model._forward_hooks.pop(handle.id, None)
         return model
 
     @override
     def state_dict(self) -> dict[str, Any]:
         self.strategy.restore_weights(self.learner)
-        state = {
+        state: dict[str, Any] = copy_of({
             "format": STATE_FORMAT,
             "made_by": self._made_by(),
             "step": self.learner.step,
@@ -189,9 +181,8 @@ class HookedDistributed(Distributed):
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
-        }
-        copied: dict[str, Any] = copy_of(state)
-        return copied
+        })  # fmt: skip
+        return state
 
     @outside_modes
     @override
@@ -313,20 +304,30 @@ class HookedDistributed(Distributed):
             if given:
                 parameter.grad = flat.grad_views[index]
 
-    def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         frame = sys._getframe(1)
         self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
-            return
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
-            return
+            return None
         try:
             self._before_step(closure)
         except BaseException:
             self._watch.end_call(frame)
             raise
+        if closure is None:
+            return None
+        whole = partial(self._evaluate, closure)
+        return ((*args[:1], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The result of a closure, after whose passes gradients are an average."""
+        result = closure()
+        self._check_complete()
+        return result
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch.end_call(sys._getframe(1)) and self._is_training:
@@ -339,6 +340,8 @@ class HookedDistributed(Distributed):
         learner.num_samples = self.num_samples
         if buckets is None or not self.strategy.plan(learner.step).averages_gradients:
             return
+        if buckets.paused and not watch.asks_average and not buckets.lacking_rows:
+            return  # nobody averages
         if watch.keeps_average() and not buckets.lacking_rows and not self._samples.is_anew:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
@@ -347,16 +350,14 @@ class HookedDistributed(Distributed):
             buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
-        """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
+        """Take part in an average. Refuse passes of a step that do not fit: of other samples, or of some learners."""
         buckets, watch, plan = self._buckets, self._watch, self.strategy.plan(self.learner.step)
+        self._join_average()
         self._samples.check()
-        is_due = (watch.averaged or watch.had_pause) and not watch.has_average and plan.averages_gradients
-        if buckets is not None and is_due and buckets.lacking_rows:
-            rows = ", ".join(map(str, buckets.lacking_rows))
-            raise RuntimeError(
-                f"{self.strategy.name}: learner {rows} had no backward pass outside of no_sync(), so nothing was "
-                "averaged: run the last pass of each learner outside of it"
-            )
+        lacking = buckets.lacking_rows if buckets is not None and plan.averages_gradients else []
+        if lacking and (watch.averaged or watch.had_pause):
+            refuse_lacking(self.strategy.name, lacking, len(self.models), is_late=watch.has_average)
+        watch.check_passes()
 
     @outside_modes
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
@@ -368,7 +369,6 @@ class HookedDistributed(Distributed):
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
-            self._join_average()
             self._check_complete()
             self._state_sync.check_buffers(learner.step)
         self._watch.before_step(closure)
@@ -388,7 +388,6 @@ class HookedDistributed(Distributed):
 
     @outside_modes
     def _after_step(self) -> None:
-        self._samples.check()  # a closure has set them
         self._watch.after_optimizer()
         self.learner.step += 1
         self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
@@ -411,10 +410,16 @@ class HookedDistributed(Distributed):
             self._buckets.rebuild()
 
 
-class _Hook:
-    """A hook of a model in training. Copies of a model lose it."""
+class _NoHook:
+    """What hooks of a model in training become in its copies, and their base class. It does nothing."""
 
     is_ours = True
+
+    def __init__(self, handle: HookedDistributed | None = None) -> None:
+        self._handle = (lambda: None) if handle is None else weakref.ref(handle)
+
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        return
 
     @property
     def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
@@ -424,7 +429,7 @@ class _Hook:
         return _NoHook, ()
 
 
-class _ForwardHook(_Hook):
+class _ForwardHook(_NoHook):
     """Calls strategy and observers before a forward pass of all learners that records gradients.
 
     A call of ``handle.model`` is one. So is a loop that calls each of ``handle.models`` once: its first call counts.
@@ -434,55 +439,48 @@ class _ForwardHook(_Hook):
         reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
         exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
         exclude_from_compilation(_LeaveHook, "__call__", reason=reason)
-        self._handle = weakref.ref(handle)
+        super().__init__(handle)
         # Learners' models that ran since the last call of the strategy: inside no_sync, and outside.
         self._ran: dict[bool, set[int]] = {True: set(), False: set()}
-        self._is_inside = False  # whether a call of handle.model is running
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         handle = self._handle()
-        if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
+        if handle is None or handle._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
         if isinstance(module, LearnerModels) and module.rows.start:
-            self._is_inside = True  # in a loop over split(), which is one pass
+            handle._is_inside = True  # in a loop over split(), which is one pass
             return
         if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
             shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
         if torch._C._current_graph_task_id() != -1 or is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
-        self._is_inside = isinstance(module, LearnerModels)
+        handle._is_inside = isinstance(module, LearnerModels)
         buckets, models = handle._buckets, handle.models
         if not handle._watch.num_passes:  # of this step
             self._ran = {True: set(), False: set()}
         ran = self._ran[buckets is not None and buckets.paused]
-        is_new = self._is_inside or not ran or id(module) in ran
+        is_new = handle._is_inside or not ran or id(module) in ran
         if buckets is not None and not buckets.paused and (buckets.is_open or id(module) in ran):
             # A learner may call its model repeatedly: then its next backward pass begins anew. An open pass has failed.
             is_new = buckets.is_open or not buckets.lacking_rows
         if is_new:
             ran.clear()
-        ran |= set(map(id, models)) if self._is_inside else {id(module)}
+        ran |= set(map(id, models)) if handle._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
 
 
-class _LeaveHook(_Hook):
+class _LeaveHook(_NoHook):
     """After a call of ``handle.model``, of virtual learners also after an error."""
 
-    def __init__(self, hook: _ForwardHook) -> None:
-        self._hook = hook
-
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self._hook._is_inside = False
-        if (handle := self._hook._handle()) is not None:
-            handle.phases.end_forward(module, inputs, outputs)
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        if (handle := self._handle()) is not None:
+            handle._is_inside = False
+            handle.phases.end_forward(module, *values)
 
 
-class _StateHook(_Hook):
+class _StateHook(_NoHook):
     """Before a state of a model is saved or loaded, and after: neither meets a temporary change of the weights."""
-
-    def __init__(self, hook: _ForwardHook) -> None:
-        self._handle = hook._handle
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, *values: Any) -> None:
@@ -490,10 +488,3 @@ class _StateHook(_Hook):
             handle.strategy.restore_weights(handle.learner)
             if len(values) == 1:  # the keys that a loaded state lacked
                 handle.learner.loaded.update(row for row, one in enumerate(handle.models) if one is module)
-
-
-class _NoHook:
-    is_ours = True
-
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        return
