@@ -239,23 +239,13 @@ def _trained(model: nn.Module) -> Tensor:
 def _start_alike(learner: Learner) -> None:
     """Overwrite weights (frozen ones too) and buffers with the values of learner 0."""
     comm = learner.comm
-
-    def first_of(tensor: Tensor) -> Tensor:
-        """Learner 0's values of a tensor that is not in the flat buffer."""
-        rows = tensor.contiguous().view(1, -1).repeat(len(comm.learners), 1)
-        comm.broadcast_(rows)
-        return rows[0].view(tensor.shape)
-
     comm.broadcast_(learner.flat.param_LP)
-    for copies in zip(*(model.parameters() for model in learner.models), strict=True):
-        if not copies[0].requires_grad:
-            first = first_of(local(copies[0]))
-            for parameter in copies:
-                local(parameter).copy_(first)
-    for copies in zip(*(model.buffers() for model in learner.models), strict=True):
-        first = first_of(copies[0])
-        for buffer in copies:
-            overwrite(buffer, first)
+    for copies in zip(*([*model.parameters(), *model.buffers()] for model in learner.models), strict=True):
+        if id(copies[0]) not in learner.flat.index:
+            rows = local(copies[0]).contiguous().view(1, -1).repeat(len(comm.learners), 1)
+            comm.broadcast_(rows)
+            for one in copies:
+                overwrite(local(one), rows[0].view(local(one).shape))
 
 
 def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -288,8 +278,9 @@ def _check(
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, one in model.named_parameters():
         if one.requires_grad and id(one) not in given:
-            advice = "add it, or freeze it with requires_grad_(False)"
-            raise ValueError(f"parameter {name} is not in the optimizer: {advice}")
+            raise ValueError(
+                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
+            )
     if not given <= set(map(id, model.parameters())):
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
     policies.check(strategy)

@@ -115,6 +115,9 @@ class Hook:
 
     is_ours = True
 
+    def __init__(self, handle: Any = None) -> None:
+        self._handle: Callable[[], Any] = (lambda: None) if handle is None else weakref.ref(handle)
+
     @property
     def __name__(self) -> str:  # torch.jit.script asks for the name of a hook
         raise AttributeError("torch.jit.script cannot compile a model in training: take the handle's evaluation_model")
@@ -132,8 +135,7 @@ class StateHook(Hook):
     After a load it counts the part's own parameters that the state had. RuntimeError: a forward pass meets the change.
     """
 
-    def __init__(self, handle: "weakref.ref[Any]") -> None:
-        self._handle, self._prefix = handle, ""
+    _prefix = ""  # of the part in the state that it loads
 
     def register(self, module: nn.Module) -> None:
         """Set the hook, of one module."""
@@ -354,6 +356,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if optimizer in _OWN:
         learner = learner_of(parameters)
         if learner.watch._strategy.plan(learner.step).averages_gradients and learner.comm.transport != "virtual":
+            for name in ("grad_scale", "found_inf"):  # torch leaves them after an error, and steps would take both
+                vars(optimizer).pop(name, None)
             raise RuntimeError(
                 "the GradScaler found no gradient on this rank, so it misses the scale and overflows of the average: "
                 "run a backward pass in each step, for an empty batch of scaler.scale(0 * model(x).sum())"
@@ -367,8 +371,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     watch = reference()
     own = None if watch is None else watch.learner.optimizer
-    is_called = watch is not None and watch.has_called(sys._getframe(1))
-    if is_called or (own is not None and any(value is own for value in vars(optimizer).values())):
+    if watch is not None and (
+        watch.has_called(sys._getframe(1)) or any(one is own for one in vars(optimizer).values())
+    ):
         return
     raise RuntimeError(
         f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "

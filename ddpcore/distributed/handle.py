@@ -137,16 +137,21 @@ class Distributed:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes do not average gradients."""
-        return self.model.no_sync() if isinstance(self.model, nn.parallel.DistributedDataParallel) else nullcontext()
+        return self._passes(averages=False)
 
     def sync(self) -> AbstractContextManager[None]:
         """A context inside :meth:`no_sync`. Its backward passes average all gradients that the step has added up.
 
         RuntimeError: DistributedDataParallel trains the model, and decides in the forward pass what it averages.
         """
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+        return self._passes(averages=True)
+
+    def _passes(self, *, averages: bool) -> AbstractContextManager[None]:
+        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return nullcontext()
+        if averages:
             raise RuntimeError("DDP averages where the forward pass ran outside no_sync(): run both passes there")
-        return nullcontext()
+        return self.model.no_sync()
 
     def evaluation_model(self, batch_norm: str = "average", batches: Iterable[Any] | None = None) -> nn.Module:
         """Return a copy of the model with the average of all learners' weights. Collective.

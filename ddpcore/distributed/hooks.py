@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from ddpcore.distributed.averaging import AveragedShards, averaged_model
 from ddpcore.distributed.guards import Hook, StateHook, check_state_caller, creates_states_only, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
+from ddpcore.distributed.resets import refuse_lacking
 from ddpcore.distributed.samples import SampleWatch, has_gradients
 from ddpcore.distributed.state_sync import StateSync, give_state
 from ddpcore.distributed.watch import LoopWatch
@@ -87,19 +88,19 @@ class HookedDistributed(Distributed):
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
-                on_pass=getattr(self._watch.resets, "note", None),
             )
+        self._is_inside = False  # whether a call of handle.model is running
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
         hook = _ForwardHook(self)
         first = flat.shards is not None  # before FSDP2 gathers the weights
         self._forward_hooks = [one.register_forward_pre_hook(hook, prepend=first) for one in self.models]
         for module in (part for one in self.models for part in one.modules()):
-            StateHook(weakref.ref(self)).register(module)
+            StateHook(self).register(module)
         if isinstance(model, LearnerModels):
             model.register_forward_pre_hook(hook)
-            model.register_forward_hook(_LeaveHook(hook), always_call=True)
+            model.register_forward_hook(_LeaveHook(self), always_call=True)
         elif self.comm.num_learners > 1:
-            self._forward_hooks.append(model.register_forward_hook(_LeaveHook(hook)))
+            self._forward_hooks.append(model.register_forward_hook(_LeaveHook(self)))
         if learner.comm.transport != "virtual":
             _HANDLES.add(self)
         if (membership := learner.comm.membership) is not None:
@@ -132,20 +133,13 @@ class HookedDistributed(Distributed):
         return super().split(*tensors)
 
     @override
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._passes(averages=False)
-
-    @override
-    def sync(self) -> AbstractContextManager[None]:
-        return self._passes(averages=True)
-
     @contextmanager
     def _passes(self, *, averages: bool) -> Iterator[None]:
         if self._buckets is None or (averages and not self._buckets.paused):
             yield
             return
         paused, self._buckets.paused = self._buckets.paused, not averages
-        self._watch.begin_pause()
+        self._watch.begin_pause(averages=averages)
         try:
             yield
         finally:
@@ -307,20 +301,30 @@ class HookedDistributed(Distributed):
             if given:
                 parameter.grad = flat.grad_views[index]
 
-    def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         frame = sys._getframe(1)
         self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
-            return
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
-            return
+            return None
         try:
             self._before_step(closure)
         except BaseException:
             self._watch.end_call(frame)
             raise
+        if closure is None:
+            return None
+        whole = partial(self._evaluate, closure)
+        return ((*args[:1], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """The result of a closure, after whose passes gradients are an average."""
+        result = closure()
+        self._check_complete()
+        return result
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch.end_call(sys._getframe(1)) and self._is_training:
@@ -333,6 +337,8 @@ class HookedDistributed(Distributed):
         learner.num_samples = self.num_samples
         if buckets is None or not self.strategy.plan(learner.step).averages_gradients:
             return
+        if buckets.paused and not watch.asks_average and not buckets.lacking_rows:
+            return  # nobody averages
         if watch.keeps_average() and not buckets.lacking_rows and not self._samples.is_anew:
             return
         counts_L = own_samples(learner) if self.counts_samples else torch.ones(1, dtype=torch.float64, device="cpu")
@@ -341,16 +347,14 @@ class HookedDistributed(Distributed):
             buckets.finish_without_pass()
 
     def _check_complete(self) -> None:
-        """Refuse passes of a step that do not fit: of other samples, or of other learners inside ``no_sync``."""
+        """Take part in an average. Refuse passes of a step that do not fit: of other samples, or of some learners."""
         buckets, watch, plan = self._buckets, self._watch, self.strategy.plan(self.learner.step)
+        self._join_average()
         self._samples.check()
-        is_due = (watch.averaged or watch.had_pause) and not watch.has_average and plan.averages_gradients
-        if buckets is not None and is_due and buckets.lacking_rows:
-            rows = ", ".join(map(str, buckets.lacking_rows))
-            raise RuntimeError(
-                f"{self.strategy.name}: learner {rows} had no backward pass outside of no_sync(), so nothing was "
-                "averaged: run the last pass of each learner outside of it"
-            )
+        lacking = buckets.lacking_rows if buckets is not None and plan.averages_gradients else []
+        if lacking and (watch.averaged or watch.had_pause):
+            refuse_lacking(self.strategy.name, lacking, len(self.models), is_late=watch.has_average)
+        watch.check_passes()
 
     @outside_modes
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
@@ -362,7 +366,6 @@ class HookedDistributed(Distributed):
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
-            self._join_average()
             self._check_complete()
             self._state_sync.check_buffers(learner.step)
         self._watch.before_step(closure)
@@ -382,7 +385,6 @@ class HookedDistributed(Distributed):
 
     @outside_modes
     def _after_step(self) -> None:
-        self._samples.check()  # a closure has set them
         self._watch.after_optimizer()
         self.learner.step += 1
         self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
@@ -414,35 +416,34 @@ class _ForwardHook(Hook):
         reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
         exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
         exclude_from_compilation(_LeaveHook, "__call__", reason=reason)
-        self._handle = weakref.ref(handle)
+        super().__init__(handle)
         # Learners' models that ran since the last call of the strategy: inside no_sync, and outside.
         self._ran: dict[bool, set[int]] = {True: set(), False: set()}
-        self._is_inside = False  # whether a call of handle.model is running
 
     @override
     def __call__(self, module: nn.Module, *values: Any) -> None:
         handle = self._handle()
-        if handle is None or self._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
+        if handle is None or handle._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
             return  # no check of eval mode: a program may train with frozen batch norm
         if isinstance(module, LearnerModels) and module.rows.start:
-            self._is_inside = True  # in a loop over split(), which is one pass
+            handle._is_inside = True  # in a loop over split(), which is one pass
             return
         if (shards := handle.learner.flat.shards) is not None and torch._C._current_graph_task_id() == -1:
             shards.reshard()  # an evaluation may have left gathered weights, which the strategy may change
         if torch._C._current_graph_task_id() != -1 or is_traced() or not handle._watch.is_own_pass(module):
             return  # a backward pass that computes activations again (checkpointing) begins no step
-        self._is_inside = isinstance(module, LearnerModels)
+        handle._is_inside = isinstance(module, LearnerModels)
         buckets, models = handle._buckets, handle.models
         if not handle._watch.num_passes:  # of this step
             self._ran = {True: set(), False: set()}
         ran = self._ran[buckets is not None and buckets.paused]
-        is_new = self._is_inside or not ran or id(module) in ran
+        is_new = handle._is_inside or not ran or id(module) in ran
         if buckets is not None and not buckets.paused and (buckets.is_open or id(module) in ran):
             # A learner may call its model repeatedly: then its next backward pass begins anew. An open pass has failed.
             is_new = buckets.is_open or not buckets.lacking_rows
         if is_new:
             ran.clear()
-        ran |= set(map(id, models)) if self._is_inside else {id(module)}
+        ran |= set(map(id, models)) if handle._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
 
@@ -450,11 +451,8 @@ class _ForwardHook(Hook):
 class _LeaveHook(Hook):
     """After a call of ``handle.model``, of virtual learners also after an error."""
 
-    def __init__(self, hook: _ForwardHook) -> None:
-        self._hook = hook
-
     @override
     def __call__(self, module: nn.Module, *values: Any) -> None:
-        self._hook._is_inside = False
-        if (handle := self._hook._handle()) is not None:
+        if (handle := self._handle()) is not None:
+            handle._is_inside = False
             handle.phases.end_forward(module, *values)

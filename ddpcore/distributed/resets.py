@@ -2,10 +2,12 @@
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
 from operator import attrgetter, is_
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ _SAMPLE = 2  # parameters that are compared: the one whose gradient has just com
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
+_ONE_PASS = "no_sync() for all its backward passes but the last; checkpoints: use_reentrant=False"
 Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
 
@@ -87,24 +90,33 @@ class ResetWatch:
             pairs = zip(flat.index, grads, strict=True)
             self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
 
-    def changed(self, flat: FlatParameters) -> tuple[list[int], list[int]]:
-        """The indices of gradients that have changed since they were noted, and of all noted. It clears the notes."""
+    def check_changed(self, flat: FlatParameters) -> bool:
+        """Whether gradients have changed since they were noted; RuntimeError: of some learners. It clears the notes."""
         noted, versions = self.noted, self._versions
         self.noted, self._versions = {}, []
         if not noted and not versions:
-            return [], []
+            return False
         grads = list(map(_gradient_of, flat.parameters))
         if versions:
             if not noted and all(map(is_, grads, flat.grad_views)) and list(map(_version_of, grads)) == versions:
-                return [], []
+                return False
             views = zip(flat.index, map(weakref.ref, flat.grad_views), versions, strict=True)
             noted = {key: (ref, version) for key, ref, version in views} | noted
-        known = [flat.index[key] for key in noted]
-        changed = []
-        for index, (ref, version) in zip(known, noted.values(), strict=True):
-            if (grad := grads[index]) is None or grad is not ref() or _version_of(grad) != version:
-                changed.append(index)
-        return changed, known
+        num, rows = len(flat.segments), dict[int, list[int]]()  # learners by segment
+        for key, (ref, version) in noted.items():
+            row, segment = divmod(flat.index[key], num)
+            if (grad := grads[flat.index[key]]) is None or grad is not ref() or _version_of(grad) != version:
+                rows.setdefault(segment, []).append(row)
+        known = Counter(flat.index[key] % num for key in noted)
+        for segment in sorted(rows):
+            if len(rows[segment]) < known[segment]:
+                raise RuntimeError(
+                    f"parameter {flat.names[segment]}: the gradients of learner "
+                    f"{', '.join(map(str, sorted(rows[segment])))} alone were changed after the backward pass: do what "
+                    "the loop does to a model, such as clipping by min(1, c / norm), for each of handle.models "
+                    f"({_ONE_PASS})"
+                )
+        return bool(rows)
 
     def hook(self) -> Callable[[Tensor], None]:
         """A hook of a parameter, called after its gradient came, which it notes."""
@@ -148,6 +160,20 @@ def _note(resets: ResetWatch, parameter: Tensor) -> None:
         resets.note(parameter)
     if (grad := parameter.grad) is not None:
         resets.noted[id(parameter)] = weakref.ref(grad), grad._version
+
+
+def refuse_lacking(name: str, lacking: list[int], num_rows: int, *, is_late: bool) -> NoReturn:
+    """Raise RuntimeError: these learners had no pass that averages, which others had, or had after the average."""
+    rows, others = (", ".join(str(i) for i in range(num_rows) if (i in lacking) is known) for known in (True, False))
+    if is_late:
+        raise RuntimeError(
+            f"{name}: the gradients of learner {others} alone were changed by a backward pass after the average, and "
+            f"learner {rows} had none: run one of each ({_ONE_PASS})"
+        )
+    raise RuntimeError(
+        f"{name}: learner {rows} had no backward pass outside of no_sync(), so nothing was averaged: run the last pass "
+        "of each learner outside of it"
+    )
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:

@@ -218,8 +218,7 @@ class StateSync:
 
     def _optimized(self) -> list[Tensor]:
         """As many for each learner: of those that were frozen from the start, the optimizer has learner 0's alone."""
-        learner = self._learner
-        return [p for model in learner.models for p in model.parameters() if id(p) in learner.flat.index]
+        return [p for model in self._learner.models for p in model.parameters() if id(p) in self._learner.flat.index]
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
@@ -270,9 +269,7 @@ def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callab
         return
     assert comm.membership is not None
     models = learner.models[new], learner.models[comm.membership.source_for(new)]  # virtual learners
-    pairs = [*zip(*(model.parameters() for model in models), strict=True)]
-    pairs += zip(*(model.buffers() for model in models), strict=True)
-    for own, theirs in pairs:
+    for own, theirs in zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True):
         own.data.copy_(theirs.data)
         if not takes_momentum:
             sync.forget(own, shares_count=isinstance(optimizer, FusedOptimizer))
@@ -288,8 +285,8 @@ def received_state(learner: Learner) -> dict[str, Any]:
     assert comm.member is not None
     content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     assert content is not None
-    state: dict[str, Any] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # runs no code
+    state: dict[str, dict[str, Any]] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # no code
     learner.models[0].load_state_dict(state["model"])
     if state["optimizer"] is not None:
         learner.optimizer.load_state_dict(state["optimizer"])
-    return dict(state["handle"])
+    return state["handle"]

@@ -36,7 +36,6 @@ class LoopWatch:
     ``found`` lists gradients that were not finite, by step. Averages are in the list of all ranks, and a gradient of
     one learner is in the list of its process. If the average of a group is not finite, a rank names its own learners
     whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
-    ``averaged``: they are, or need not be: a context that asks for no average is open.
     """
 
     _sample: Tensor | None  # weights at the second forward pass of a step
@@ -186,7 +185,7 @@ class LoopWatch:
         if self.resets is not None:
             self.resets.restart()
         self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
-        self.averaged = self._num_pauses > 0  # whether this step has averaged, or may leave it out
+        self.asks_average = False  # whether it had a sync() inside no_sync(), where other ranks average
         self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
@@ -200,15 +199,15 @@ class LoopWatch:
         """Take the sums ``[L]`` of columns that were averaged where they lie, by their first column."""
         self._sums |= sums
 
-    def begin_pause(self) -> None:
-        """At the start of ``no_sync``, which asks for no average."""
+    def begin_pause(self, *, averages: bool) -> None:
+        """At the start of ``no_sync``, which asks for no average, or of ``sync`` inside it, which asks for one."""
+        self.keeps_average()
         self._num_pauses += 1
-        self.averaged = True
+        self.asks_average |= averages
 
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
         self._num_pauses -= 1
-        self.averaged = self.has_average or self._num_pauses > 0 or self.learner.comm.num_learners == 1
         self.had_pause |= num_gradients > 0 and self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
@@ -220,7 +219,7 @@ class LoopWatch:
 
     def note_average(self) -> None:
         """After a backward pass that averaged gradients."""
-        self.averaged, self.has_average, self._is_late = True, True, False
+        self.has_average, self._is_late = True, False
         self._outside = {
             id(parameter): TensorWeakRef(parameter.grad)
             for parameter, view in zip(self._flat.parameters, self._flat.grad_views, strict=True)
@@ -237,10 +236,16 @@ class LoopWatch:
         found = (None if ref is None else ref() for ref in refs)
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
+    @property
+    def averaged(self) -> bool:
+        """Whether gradients of this step are an average, or need not be: in a context that asks for none."""
+        is_free = self.had_pause and self.learner.comm.num_learners == 1
+        return self.has_average or is_free or (self._num_pauses > 0 and not self.asks_average)
+
     def keeps_average(self) -> bool:
         """Whether gradients are an average: of a step that was left out they are not, because they are None now."""
         if self.has_average and all(parameter.grad is None for parameter in self._flat.parameters):
-            self.averaged, self.has_average = self._num_pauses > 0, False
+            self.has_average = self.asks_average = False
         return self.has_average
 
     def needs_none(self) -> bool:
@@ -256,41 +261,41 @@ class LoopWatch:
         pairs = zip(map(_gradient_of, self._flat.parameters), averages, strict=True)
         return any(grad is not None and not (unchanged and grad is average) for grad, average in pairs)
 
-    def _check_averaged(self) -> None:
-        """Check, if no backward pass averaged gradients, that a step only repeats the last step's averages."""
-        if not self.had_pause and not self._has_others():  # shards of FSDP2 add up without a new version
-            return
+    def check_passes(self) -> None:
+        """Check the passes of a step. If it averages gradients, it did so or only repeats the last step's averages."""
+        averages = self._strategy.plan(self.learner.step).averages_gradients
+        if len(self.learner.models) > 1 and not self.has_average and self._is_first_alone(averages):
+            raise RuntimeError(
+                "only the model of learner 0 was called, or parts of it: call handle.model(x) with inputs [learners, "
+                "batch, ...], or each of handle.models"
+            )
+        is_averaged = self.averaged if self._traits.group == 1 else self.has_average  # a group's learners stay alike
+        if averages and not is_averaged and (self.had_pause or self._has_others()):  # shards add up in the same version
+            raise RuntimeError(f"{self._strategy.name}: {self._why_not()}")
+        if self._is_late:
+            raise RuntimeError(
+                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
+                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
+            )
+        if self._traits.acts_in_forward and not self.num_passes:
+            raise RuntimeError(
+                f"{self._strategy.name} acts before a forward pass and saw none in this step: call the model itself, "
+                "not model.forward or a part of it"
+            )
+
+    def _why_not(self) -> str:
+        """Why gradients were not averaged."""
         why = "gradients were set or changed without a backward pass and so not averaged: call backward() before step()"
         if self.had_pause or self._num_pauses:
-            why = (
+            return (
                 "all backward passes of this step were inside no_sync(), so nothing was averaged: run the last one "
                 f"outside, also of a shorter last window{', or call step() inside' if self._traits.group == 1 else ''}"
             )
-        elif self._flat.num_rows > 1:
+        if self._flat.num_rows > 1:
             idle = [str(i) for i, row in enumerate(self._rows()) if all(parameter.grad is None for parameter in row)]
             of = f" (learner {', '.join(idle)} has no gradient)" if idle else ""
             why += f", once a learner{of}, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
-        raise RuntimeError(f"{self._strategy.name}: {why}")
-
-    def _check_rows(self) -> bool:
-        """Check that what changed gradients after the backward pass did so for each learner; whether nothing did."""
-        flat = self._flat
-        changed, known = ([], []) if self.resets is None else self.resets.changed(flat)
-        if not changed:
-            return True
-        num = len(flat.segments)
-        for segment in sorted({index % num for index in changed}):
-            rows = {index // num for index in changed if index % num == segment}
-            if rows != {index // num for index in known if index % num == segment}:
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]}: the gradients of learner {', '.join(map(str, sorted(rows)))} "
-                    "alone were changed after the backward pass: do what the loop does to a model, such as clipping by "
-                    "min(1, c / norm), for each of handle.models (no_sync() for all its backward passes but the last; "
-                    "checkpoints: use_reentrant=False)"
-                )
-        if not is_capturing(flat.param_LP):
-            check_norms(self._norms, self._rows())
-        return False
+        return why
 
     def _rows(self) -> list[Sequence[Tensor]]:
         num, parameters = len(self._flat.segments), self._flat.parameters
@@ -309,31 +314,15 @@ class LoopWatch:
                 f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
                 "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
             )
-        if len(self.learner.models) > 1 and not self.has_average and self._is_first_alone(plan.averages_gradients):
-            raise RuntimeError(
-                "only the model of learner 0 was called, or parts of it: call handle.model(x) with inputs [learners, "
-                "batch, ...], or each of handle.models"
-            )
-        is_averaged = self.averaged if self._traits.group == 1 else self.has_average  # a group's learners stay alike
-        if closure is None and not is_averaged and plan.averages_gradients:
-            self._check_averaged()
-        if self._is_late:
-            raise RuntimeError(
-                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
-                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
-            )
-        if self._traits.acts_in_forward and not self.num_passes and closure is None:
-            raise RuntimeError(
-                f"{strategy.name} acts before a forward pass and saw none in this step: call the model itself, not "
-                "model.forward or a part of it"
-            )
         self.check_parameters()
         self._check_optimized()
         if self.resets is not None:
             self.resets.check()
             if self.learner.step < FIRST or not self.learner.step % EVERY:
                 check_modes(self.learner.models, self._rows())
-        is_unchanged = self._check_rows()
+        is_unchanged = self.resets is None or not self.resets.check_changed(self._flat)
+        if not is_unchanged and not is_capturing(self._flat.param_LP):
+            check_norms(self._norms, self._rows())
         if closure is None:
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
 
@@ -467,12 +456,10 @@ class LoopWatch:
     def check_sent(self, columns_LX: Tensor | None) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_sent`."""
         learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
-        self._sent = list(map(_version_of, self._flat.parameters)), None
-        if learner.comm.num_learners == 1 or is_capturing(weights_LX):
-            return
-        if columns_LX is None:
-            self._sent = self._sent[0], self._weight_bits()
-        if named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False):
+        has_others = learner.comm.num_learners > 1 and not is_capturing(weights_LX)
+        bits = self._weight_bits() if has_others and columns_LX is None else None
+        self._sent = list(map(_version_of, self._flat.parameters)), bits
+        if has_others and (named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)):
             held = learner.comm.learners
             raise NonFiniteError([self._event(held[row], name, "weights") for row, name in named.items()])
 

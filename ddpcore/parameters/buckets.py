@@ -53,7 +53,6 @@ class GradientBuckets:
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
         in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
-        on_pass: gets the parameter of the first gradient of each backward pass, also while paused; None if nobody asks.
     """
 
     def __init__(
@@ -64,9 +63,8 @@ class GradientBuckets:
         *,
         waits: bool = False,
         in_place: Callable[[], bool] = lambda: False,
-        on_pass: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, on_pass
+        self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, flat.before_gradients
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused, self.is_open = False, False
         self.num_paused = 0  # gradients that came while paused, since the last average
@@ -76,9 +74,12 @@ class GradientBuckets:
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
-        exclude_from_compilation(GradientBuckets, "_begin", "_gather", "_end", "_add")  # a compiled loop runs them, too
+        exclude_from_compilation(
+            GradientBuckets, "_begin", "_gather", "_end", "_add", "_note"
+        )  # compiled loops run them
         exclude_from_compilation(GradientBuckets, "_hook", recursive=False)
         hook = weakly(self._hook)
+        flat.before_gradients = self._note
         flat.on_gradients.append(self._add)
         self._handles = {id(p): p.register_post_accumulate_grad_hook(hook) for p in flat.parameters}
         self.rebuild()
@@ -102,17 +103,14 @@ class GradientBuckets:
             return
         gradient = parameter.grad
         if current != self._noted:
-            self._noted = current
-            if self._on_pass is not None:
-                self._on_pass(parameter)
+            self._note(parameter)
         if self.paused or gradient is None:  # torch also calls hooks of a parameter that was frozen meanwhile
             self.num_paused += self.paused
             return
         index = self.flat.index[id(parameter)]
         row, segment = divmod(index, len(self._num_missing))
         if current != self._pass:
-            others = (one.grad for one in self.flat.parameters if one is not parameter)
-            self._begin(current, row in self._rows or not any(grad is not None for grad in others))  # after a reset
+            self._begin(current, row in self._rows)
         elif index in self._seen:
             return
         if gradient.requires_grad:
@@ -129,6 +127,16 @@ class GradientBuckets:
         self._num_missing[segment] -= 1
         if not self._num_missing[segment]:
             self._order.append(segment)
+
+    def _note(self, first: Tensor | None = None) -> None:
+        """The first gradient of a pass has come, also while paused. None: those of all come together."""
+        if (current := torch._C._current_graph_task_id()) == self._noted:
+            return
+        self._noted = current
+        if self._on_pass is not None:
+            self._on_pass(first)
+        if self._rows and not self.is_open and all(one.grad is None or one is first for one in self.flat.parameters):
+            self.restart()  # the program has reset all gradients: a step was left out
 
     @torch.no_grad()
     def _gather(self, parameter: Tensor, index: int) -> None:

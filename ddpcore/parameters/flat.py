@@ -70,7 +70,7 @@ class FlatParameters:
     grad_pointers: tuple[int, ...]  # addresses of grad_views
     grad_start: int | None  # the address of grad_LP; None while it is not allocated
     index: dict[int, int]  # of each parameter, by its id
-    before_gradients: Callable[[], None] | None = None  # called in add_gradients, before it adds
+    before_gradients: Callable[..., None] | None = None  # called in add_gradients, before it adds
     on_gradients: list[Callable[[], None]]  # called after add_gradients
 
     def __init__(
@@ -163,17 +163,14 @@ class FlatParameters:
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True
-        places, missing = [], []
+        places, missing = list[int](), list[int]()
         for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
             gradient = parameter.grad
             if gradient is view or index in left:
                 continue
-            if gradient is None:
-                missing.append(index)
-            elif gradient.is_sparse:
+            if gradient is not None and gradient.is_sparse:
                 raise RuntimeError(_SPARSE)
-            else:
-                places.append(index)
+            (missing if gradient is None else places).append(index)
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:

@@ -14,7 +14,7 @@ from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.schedule import Rounds, Varying
-from ddpcore.topology.wrapped import slowed
+from ddpcore.topology.wrapped import Slowed
 
 
 class GASLoC(GradientAverages):
@@ -68,7 +68,7 @@ class GASLoC(GradientAverages):
         self.topology = self._between(self._given)
         self._rounds = Rounds(self.name, period)
         self.period, self.outer_lr, self.outer_momentum = self._rounds.value, outer_lr, outer_momentum
-        self._mixing = slowed(self.topology, self._rounds.number)  # one round of the topology a period
+        self._mixing = Slowed(self.topology, self._rounds.number)  # one round of the topology a period
         self._start_LP: Tensor | None = None  # phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
 

@@ -19,7 +19,7 @@ from ddpcore.strategies.ssgd import GradientAverages, Weights, own_samples, scal
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
 from ddpcore.topology.schedule import Rounds, Setting, Varying
-from ddpcore.topology.wrapped import BetweenGroups, slowed
+from ddpcore.topology.wrapped import BetweenGroups, Slowed
 
 
 def _filled(rows: Tensor, fill: Callable[[], object]) -> Tensor:
@@ -148,8 +148,8 @@ class LocalSGD(GradientAverages):
         self.group = group
         if then is not None or restart:
             self.then, self.restart = None if then is None else self._between(then), restart
-        self._mixing = None if self.topology is None else slowed(self.topology, self._rounds.number)  # once a round
-        self._then = None if self.then is None else slowed(self.then, self._rounds.number)
+        self._mixing = None if self.topology is None else Slowed(self.topology, self._rounds.number)  # once a round
+        self._then = None if self.then is None else Slowed(self.then, self._rounds.number)
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them

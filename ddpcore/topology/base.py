@@ -3,6 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +46,14 @@ class Topology(ABC):
         """How much each learner counts in the mean that averages keep, float64 [n] with mean 1; None: all alike."""
         return None
 
+    def stage(self, step: float) -> "Topology":
+        """The topology of a step without schedules: with their stages in it, otherwise itself."""
+        stages = {name: one.stage(step) for name, one in vars(self).items() if isinstance(one, Topology)}
+        return self if stages.items() <= vars(self).items() else replace(cast(Any, self), **stages)
+
     def measured(self, num_learners: int) -> "Topology":
         """The topology whose gap and period measure this one: the last stage of a schedule, otherwise itself."""
-        return self
+        return self.stage(math.inf)
 
     def check_run(self, num_steps: int) -> None:
         """Raise ValueError if the topology has a schedule that goes past the end of a run of so many steps."""

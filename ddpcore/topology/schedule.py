@@ -36,7 +36,7 @@ class Milestones(Generic[T]):
             )
         object.__setattr__(self, "stages", stages)
 
-    def __call__(self, step: int) -> T:
+    def __call__(self, step: float) -> T:
         """The value of a step."""
         return self.stages[bisect_right([first for first, _ in self.stages], step) - 1][1]
 

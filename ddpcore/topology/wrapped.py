@@ -75,7 +75,8 @@ class Weighted(_Wrapped):
 
     @override
     def measured(self, num_learners: int) -> Topology:
-        return self.topology.measured(num_learners) if self.kept_weights(num_learners) is None else self
+        weighted = self.kept_weights(num_learners) is not None
+        return super().measured(num_learners) if weighted else self.topology.measured(num_learners)
 
     @override
     def kept_weights(self, num_learners: int) -> Vector | None:
@@ -103,13 +104,13 @@ class Damped(_Wrapped):
 
 @dataclass(frozen=True)
 class Slowed(_Wrapped):
-    """``W(t)`` is the matrix of another topology in the round of step t, which ``rounds_of`` gives."""
+    """Of learners that average once a round, whose number ``rounds_of`` gives for a step. Milestones stay steps."""
 
     rounds_of: Callable[[int], int]
 
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        return self.topology.round(self.rounds_of(step), rank, num_learners)
+        return self.topology.stage(step).round(self.rounds_of(step), rank, num_learners)
 
     @override
     def period(self, num_learners: int) -> int | None:
@@ -154,22 +155,12 @@ class Scheduled(Topology):
                 raise ValueError("Scheduled: a stage has weights of learners: take Weighted(Scheduled(...), weights)")
 
     @override
-    def measured(self, num_learners: int) -> Topology:
-        last: Topology = self.stages.stages[-1][1]
-        return last.measured(num_learners)
+    def stage(self, step: float) -> Topology:
+        return self.stages(step).stage(step)
 
     @override
     def check_run(self, num_steps: int) -> None:
         self.stages.check_run("strategy.topology", num_steps)
-
-
-def slowed(topology: Topology, rounds: Callable[[int], int]) -> Topology:
-    """The topology of learners that average once a round. ``rounds`` gives a step's round; milestones stay steps."""
-    if isinstance(topology, Scheduled):
-        return Scheduled(tuple((step, slowed(one, rounds)) for step, one in topology.stages.stages))
-    if isinstance(topology, BetweenGroups):
-        return BetweenGroups(topology.size, slowed(topology.between, rounds))
-    return Slowed(topology, rounds)
 
 
 @dataclass(frozen=True)

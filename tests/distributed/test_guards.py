@@ -43,6 +43,13 @@ def test_a_rank_without_samples_takes_part_after_a_step_that_was_left_out(seen: 
 
 
 @pytest.mark.slow
+def test_ranks_without_a_pass_join_the_averages_that_others_make(seen: list[dict[Any, Any]]) -> None:
+    """None is made inside ``no_sync()``, but for ``sync()`` there. A closure makes one, too."""
+    for transport in ("shm", "pg"):
+        assert max(max(rank["joined", transport]) for rank in seen) < 1e-5, [rank["joined", transport] for rank in seen]
+
+
+@pytest.mark.slow
 def test_a_rank_has_no_pass_in_the_second_step(seen: list[dict[Any, Any]]) -> None:
     assert max(rank["second step"] for rank in seen) < 1e-6
 

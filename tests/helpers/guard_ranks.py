@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -258,6 +259,51 @@ def second_step_without_a_pass(rank: int) -> float:
     return float((weights(model) - weights(expected)).abs().max())
 
 
+def joined_averages(rank: int, transport: str, *, samples: bool) -> float:
+    """Steps inside ``no_sync()`` and others; rank 1 has no pass in some. How far weights are from plain ones."""
+    torch.manual_seed(0)
+    model, off = nn.Linear(4, 1, bias=False), [0.0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy = ddpcore.SSGD("samples" if samples else None)
+    connection = ddpcore.Connection(transport=transport, timeout=5.0)
+    handle = ddpcore.distribute(model, optimizer, strategy, connection=connection)
+    expected = weights(model)
+    steps = [
+        "all 4 4",
+        "local 4 0",
+        "all 4 4",
+        "sync 4 0",
+        "closure 4 0",
+        "all 2 4",
+        "leave 2 4",
+        "local 3 4",
+        "all 2 4",
+    ]
+    for how, *counts in map(str.split, steps):
+        inputs = [torch.randn(int(count), 4) for count in counts]
+        optimizer.zero_grad()
+        handle.num_samples = len(inputs[rank]) if samples else None
+
+        def passes(own: Tensor = inputs[rank]) -> None:
+            if len(own):
+                model(own).mean().backward()
+
+        with handle.no_sync() if how in ("local", "sync") else nullcontext():
+            with handle.sync() if how == "sync" else nullcontext():
+                if how != "closure":
+                    passes()
+            if how == "leave":
+                handle.num_samples = None
+                continue
+            optimizer.step(*[passes] if how == "closure" else [])
+        shares = [int(count) / sum(map(int, counts)) if samples else 0.5 for count in counts]
+        means = [own.sum(0) / max(1, len(own)) for own in inputs]
+        change = means[rank] if how == "local" else means[0] * shares[0] + means[1] * shares[1]
+        expected = expected - change
+        off.append(float((weights(model) - expected).abs().max()))
+    return max(off)
+
+
 def scaled_without_a_pass(rank: int, make_optimizer: Any) -> tuple[str, bool, bool]:
     """Rank 1 has no pass in the second step, whose gradients a scaler divides. Whether a pass of a zero loss helps."""
     torch.manual_seed(0)
@@ -276,7 +322,8 @@ def scaled_without_a_pass(rank: int, make_optimizer: Any) -> tuple[str, bool, bo
             scaler.update()
     except Exception as raised:
         error = str(raised)
-    return error, step == 2, torch.equal(weights(model), before)
+    kept = rank == 1 and not vars(optimizer).keys().isdisjoint(("grad_scale", "found_inf"))  # a next step takes them
+    return error, step == 2, torch.equal(weights(model), before) and not kept
 
 
 def main() -> None:
@@ -290,6 +337,8 @@ def main() -> None:
     ]
     seen["second step"] = second_step_without_a_pass(rank)
     for transport in ("shm", "pg"):
+        seen["joined", transport] = [joined_averages(rank, transport, samples=samples) for samples in (True, False)]
+        dist.barrier()
         seen["all frozen", transport] = all_frozen_on_rank_1(transport, rank)
         dist.barrier()
     for fused, make_optimizer in ((True, FusedSGD), (False, partial(torch.optim.SGD, fused=True))):

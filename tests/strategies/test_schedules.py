@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore import DPSGD, Complete, GASLoC, LocalSGD, Milestones, NoLoCo, RandomPair, Ring, Scheduled
+from ddpcore import (
+    DPSGD,
+    Complete,
+    GASLoC,
+    Hierarchical,
+    LocalSGD,
+    Milestones,
+    NoLoCo,
+    RandomPair,
+    Ring,
+    Scheduled,
+    Weighted,
+)
 from ddpcore.optim.schedules import cosine
 from ddpcore.strategies.base import check_run
 from ddpcore.testing import check_strategy, check_topology
@@ -112,6 +124,20 @@ def test_topology(make: Any) -> None:
             run.w = mixed(run.w, parts[step >= 6], step // period)
         torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
     assert run.handle.consensus_distance() < 1e-5
+
+
+@pytest.mark.parametrize("make", [LocalSGD, GASLoC])
+def test_a_schedule_inside_of_another_topology(make: Any) -> None:
+    """Its milestones are steps too; they were rounds."""
+    options = {} if make is LocalSGD else {"outer_lr": 1.0, "outer_momentum": 0.0}
+    for wrap in (partial(Weighted, weights=(1.0, 2.0, 3.0, 4.0)), partial(Hierarchical, 1)):
+        parts = [wrap(Ring()), wrap(Complete())]
+        run = Run(make(period=2, topology=wrap(Scheduled([(0, Ring()), (6, Complete())])), **options))
+        for step in range(12):
+            run.step(step)
+            if step % 2:
+                run.w = mixed(run.w, parts[step >= 6], step // 2)
+            torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from functools import partial
 from itertools import product
 
 import networkx as nx
@@ -31,6 +32,7 @@ from ddpcore import (
 )
 from ddpcore.topology import base
 from ddpcore.topology.describe import describe
+from ddpcore.topology.wrapped import BetweenGroups, Damped, Slowed
 
 PATH = Matching([[(0, 1), (2, 3), (4, 5)], [(1, 2), (3, 4)]])
 OF_SIX = [
@@ -95,6 +97,14 @@ def test_mixing_time_of_a_schedule_is_that_of_its_last_stage() -> None:
         for chosen in (*schedules, Weighted(schedules[1], (2.0,) * n)):
             found = describe(chosen, n)
             assert (found.spectral_gap, found.mixing_time) == (alone.spectral_gap, alone.mixing_time)
+        for wrap in (
+            partial(Weighted, weights=(2.0, *(1.0,) * (n - 1))), partial(Damped, share=0.3), partial(Hierarchical, 2),
+            lambda one, n=n: Damped(Weighted(one, (1.0, *(2.0,) * (n - 1))), 0.5), partial(BetweenGroups, 2),
+            partial(Slowed, rounds_of=lambda step: step // 3),
+        ):  # fmt: skip
+            found, alone = describe(wrap(schedules[1]), n), describe(wrap(last), n)
+            assert (found.spectral_gap, found.mixing_time) == (alone.spectral_gap, alone.mixing_time)
+        alone = describe(last, n)
         if last == Ring():
             assert alone.mixing_time == {8: 5, 16: 20}[n]
 
