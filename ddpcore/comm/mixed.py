@@ -146,9 +146,7 @@ class _Edges(Topology):
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
         turn = self.whole.round(step, rank, num_learners)
-        weight_of = {
-            source: weight for source, weight in zip(turn.sources, turn.weights, strict=True) if self._has(rank, source)
-        }
+        weight_of = {one: share for one, share in zip(turn.sources, turn.weights, strict=True) if self._has(rank, one)}
         destinations = tuple(other for other in turn.destinations if self._has(rank, other))
         return Round(turn.self_weight, tuple(weight_of), tuple(weight_of.values()), destinations)
 

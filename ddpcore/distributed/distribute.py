@@ -278,9 +278,7 @@ def _check(
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, one in model.named_parameters():
         if one.requires_grad and id(one) not in given:
-            raise ValueError(
-                f"parameter {name} is not in the optimizer: add it, or freeze it with requires_grad_(False)"
-            )
+            raise ValueError(f"parameter {name} is not in the optimizer: add it, or freeze it by requires_grad_(False)")
     if not given <= set(map(id, model.parameters())):
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
     policies.check(strategy)

@@ -199,9 +199,7 @@ def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[.
             buffers = [given[name] for name in names]
             for step in tensor_steps(params, given["grads"], buffers, masters, steps, **shared):
                 index = step.position
-                weight = update(
-                    step, given["grads"][index], *(own[index] if own else None for own in buffers), **options
-                )
+                weight = update(step, given["grads"][index], *(it[index] if it else None for it in buffers), **options)
                 if weight is not None:
                     params[index].copy_(weight)
                     if masters:

@@ -13,9 +13,7 @@ from ddpcore.options.fields import field, flag
 
 Config = TypeVar("Config")
 RUNS: dict[str, Any] = {"positional": True, "nargs": "+", "type": Path, "metavar": "RUN"}  # of a field: several folders
-SETTINGS: Any = field(
-    (), "a setting, see `ddpcore train --fields`", positional=True, nargs="*", type=str, metavar="KEY=VALUE"
-)
+SETTINGS: Any = field((), "a setting of `train --fields`", positional=True, nargs="*", type=str, metavar="KEY=VALUE")
 
 
 def names(text: str) -> tuple[str, ...]:

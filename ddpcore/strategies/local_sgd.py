@@ -335,8 +335,6 @@ class LocalSGD(GradientAverages):
             weights_LP = learner.flat.param_LP  # only their shape
             self._anchor = Anchor(weights_LP[:1] if self.topology is None else weights_LP, self._parts, self.outer)
             self._anchor.load_state_dict(state["anchor"])
-        self._under_way = {
-            int(index): partial(_filled, rows, lambda: None) for index, rows in state["averages"].items()
-        }
+        self._under_way = {int(key): partial(_filled, rows, lambda: None) for key, rows in state["averages"].items()}
         if self._feedback is not None:
             self._feedback.load_state_dict(state["errors"])

@@ -210,9 +210,7 @@ def _merged_section(section: type[Section], values: Any, overrides: Any) -> dict
             if new.get("name", was := old.get("name", default)) != was:
                 old = {key: value for key, value in old.items() if key in section.PLAIN}
         elif part in new:
-            before, after = (
-                one if isinstance(one, Mapping) else {"name": one} for one in (old.get(part, {}), new[part])
-            )
+            before, after = (it if isinstance(it, Mapping) else {"name": it} for it in (old.get(part, {}), new[part]))
             was = before.get("name", default["name"])
             new[part] = {**(before if after.get("name", was) == was else {}), **after}
     if isinstance(old.get("policies"), Mapping) and isinstance(new.get("policies"), Mapping):
