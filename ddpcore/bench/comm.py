@@ -63,10 +63,8 @@ def sizes(max_mib: float) -> list[int]:
 def prepare(config: CommConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
     num_ranks = config.world_size or (4 if torchrun is None else torchrun.world_size)
-    settings = (
-        f"run.device={resolve_device(config.device, torch.cuda.device_count())}",
-        f"data.batch_size={num_ranks}",
-    )
+    device = resolve_device(config.device, torch.cuda.device_count())
+    settings = f"run.device={device}", f"data.batch_size={num_ranks}"
     resolved = command.resolve_ranks(BenchConfig(settings=settings, world_size=config.world_size), torchrun)
     chosen, hosts = [], 1 if torchrun is None else torchrun.num_hosts
     for name in config.transport or [name for name in ALL if name != "mixed" or hosts > 1]:

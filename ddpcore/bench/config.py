@@ -85,9 +85,7 @@ class BenchConfig(Options):
 
     settings: Sequence[str] = SETTINGS
     world_size: int | None = field(None, "number of learners (4, or torchrun's)", least=1)
-    strategies: tuple[str, ...] | None = field(
-        None, f"comma-separated ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES
-    )
+    strategies: tuple[str, ...] | None = field(None, f"with commas ({','.join(DEFAULT_STRATEGIES)})", parts=STRATEGIES)
     backend: str = field("auto", choices=BACKENDS)
 
     def __post_init__(self) -> None:

@@ -325,6 +325,4 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     return [Chart(title="Time of a step", kind="bars", x_label="ms", series=[predicted, measured])]
 
 
-KIND = command.Kind(
-    lambda result: "compute_ms" in result, "Predicted step times", parts, charts, PredictConfig, prepare
-)
+KIND = command.Kind(lambda result: "compute_ms" in result, "Predicted step time", parts, charts, PredictConfig, prepare)

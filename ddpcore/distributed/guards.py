@@ -132,7 +132,8 @@ class Hook:
 class StateHook(Hook):
     """Before a state of a model or of its part is saved or loaded, so that it meets no temporary change of weights.
 
-    After a load it counts the part's own parameters that the state had. RuntimeError: a forward pass meets the change.
+    After a load it counts the parameters that the state had, also of parts that came later (parametrizations).
+    RuntimeError: a forward pass meets the change.
     """
 
     _prefix = ""  # of the part in the state that it loads
@@ -159,7 +160,7 @@ class StateHook(Hook):
                     "the weights: do so after the step"
                 )
         if len(values) == 1:  # after a load: the names that the state lacked
-            own, lacking = module._parameters.items(), values[0].missing_keys
+            own, lacking = module.named_parameters(remove_duplicate=False), values[0].missing_keys
             learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
         elif len(values) > 2:  # before it
             self._prefix = values[1]
@@ -371,9 +372,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     watch = reference()
     own = None if watch is None else watch.learner.optimizer
-    if watch is not None and (
-        watch.has_called(sys._getframe(1)) or any(one is own for one in vars(optimizer).values())
-    ):
+    is_called = watch is not None and watch.has_called(sys._getframe(1))
+    if is_called or (own is not None and any(one is own for one in vars(optimizer).values())):
         return
     raise RuntimeError(
         f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "

@@ -293,11 +293,8 @@ def lars_step_(
         numerator = rounded(trust_coefficient, weight) * weight_norm
         ratio = numerator / (grad_norm + coupled * weight_norm + rounded(eps, weight))
     trust[step.position] = torch.tensor([ratio, weight_norm, grad_norm], dtype=torch.float64, device="cpu")
-    inner, outer = {
-        "you2017": (step.lr * ratio, 1.0),
-        "scaled_grad": (ratio, step.lr),
-        "scaled_lr": (1.0, step.lr * ratio),
-    }[variant]
+    factors = {"you2017": (step.lr * ratio, 1.0), "scaled_grad": (ratio, step.lr), "scaled_lr": (1.0, step.lr * ratio)}
+    inner, outer = factors[variant]
     return _sgd_weight(step, grad, buffer, inner=inner, outer=outer, **rule)
 
 

@@ -66,10 +66,9 @@ class WeightStep:
         flat = self.flat
         if self._is_scaled() or flat.param_LP.dtype not in KERNEL_DTYPES or any(map(is_rounded, groups)):
             return False
-        if len(mixture.peers) > MAX_STEP_PEERS or flat.num_rows > 1:
+        is_split = flat.shards is not None and self._optimizer.rule.uses_norms  # between its passes ranks add norms
+        if len(mixture.peers) > MAX_STEP_PEERS or flat.num_rows > 1 or is_split:
             return False
-        if flat.shards is not None and self._optimizer.rule.uses_norms:
-            return False  # its two passes add norms of shards in between
         if any(group["master_weights"] for group in groups) and flat.param_LP.dtype != torch.float32:
             return False
         stepped = [id(p) for group in groups for p in group["params"] if p.grad is not None]

@@ -80,6 +80,4 @@ def _argument_of(hint: Any) -> dict[str, Any]:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(hint) is tuple:
-        return {"type": names, "metavar": "A,B,..."}
-    return {"type": hint}
+    return {"type": names, "metavar": "A,B,..."} if get_origin(hint) is tuple else {"type": hint}

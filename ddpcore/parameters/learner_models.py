@@ -1,8 +1,7 @@
 """One model per virtual learner, and how they run together."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, starmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_ho
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _is_trained = attrgetter("requires_grad")
-_are_parts: Any = torch._C._is_alias_of  # type: ignore[attr-defined]  # of one memory
+_set_versions = torch._C._autograd._unsafe_set_version_counter  # torch's own FSDP2 takes it, too
 
 
 class LearnerModels(nn.Module):
@@ -125,8 +124,9 @@ class LearnerModels(nn.Module):
         modes = torch.overrides._get_current_function_mode_stack()
         in_transform |= any(type(mode).__module__.split(".")[0] not in ("torch", "ddpcore") for mode in modes)
         in_transform |= torch.autograd.forward_ad._current_level >= 0  # all of these see each model's own operations
-        is_known = self._are_together is not None  # inside split()
-        if in_transform or not tensors or not (self._are_together if is_known else self.runs_together()):
+        if in_transform or not tensors:
+            return self._in_turn(inputs, named_inputs)
+        if not (self.runs_together() if self._are_together is None else self._are_together):
             return self._in_turn(inputs, named_inputs)
         chain = self._rules.chain
         is_whole = is_one and inputs[0].dim() > 2 and inputs[0].layout == torch.strided
@@ -164,7 +164,9 @@ class LearnerModels(nn.Module):
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
             nonlocal values, structure
             state = {**parameters, **buffers}
-            values, structure = tree_flatten(functional_call(models[0], state, args, kwargs))
+            values, structure = tree_flatten(
+                _call(lambda *args, **kwargs: functional_call(models[0], state, args, kwargs), args, kwargs)
+            )
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
 
@@ -184,11 +186,17 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, structure)
 
     def _in_turn(self, inputs: Any, named_inputs: Any) -> Any:
-        tensors = {id(leaf): leaf for leaf in tree_leaves((inputs, named_inputs)) if isinstance(leaf, Tensor)}.values()
-        # A change of one is a change of the other, which copies would hide: torch refuses changes of what graphs saved.
-        copies = not (is_traced() or any(starmap(_are_parts, combinations(tensors, 2))))
-        models = [self.models[place] for place in self.rows]
-        results = [_call(model, row, inputs, named_inputs, copies) for row, model in enumerate(models)]
+        models, known = [self.models[place] for place in self.rows], dict[int, list[Any]]()
+        if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
+            results = [model(_row_of(inputs[0], row, known)) for row, model in enumerate(models)]
+        else:
+            results = []
+            for row, model in enumerate(models):
+                args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
+                results.append(_call(model, args, kwargs))
+        for tensor, _, latest in known.values():
+            if tensor._version < latest:  # a learner may have changed what its graph saved, and the last one nothing
+                _set_versions((tensor,), (latest,))
         if all(isinstance(result, Tensor) for result in results):
             return torch.stack(results)
         flattened = [tree_flatten(result) for result in results]
@@ -201,28 +209,30 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _call(model: nn.Module, row: int, inputs: Any, named_inputs: Any, copies: bool) -> Any:
-    """A learner's call. Its graph saves ``copies`` of its rows, which no other learner and no next batch overwrites.
-
-    A row that the model has changed in place goes back to the inputs.
-    """
-    copies = copies and torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None
-    own: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def row_of(tensor: Tensor) -> Tensor:
-        if not copies or tensor.requires_grad or tensor.is_inference():
-            return tensor[row].clone() if tensor.requires_grad else tensor[row]
-        return own.setdefault(id(tensor), (tensor, tensor[row].clone()))[1]
-
-    if not named_inputs and len(inputs) == 1 and isinstance(inputs[0], Tensor):
-        result = model(row_of(inputs[0]))
-    else:
-        args, kwargs = tree_map_only(Tensor, row_of, (inputs, named_inputs))
-        result = model(*args, **kwargs)
-    for tensor, copy in own.values():
-        if copy._version:
-            tensor[row].copy_(copy.detach())
+def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A learner's call. RuntimeError: the model puts values into its containers of inputs, which are copies."""
+    given = tree_leaves((args, kwargs))
+    result, known = model(*args, **kwargs), set(map(id, given))
+    if any(id(leaf) not in known for leaf in tree_leaves((args, kwargs))):
+        raise RuntimeError(
+            "a model puts values into a list or dict among its inputs, of which each learner has a copy that is lost: "
+            "return them, or keep them in an attribute"
+        )
     return result
+
+
+def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:
+    """The input of one learner, with the first of the ``known`` versions: a first layer may change it in place."""
+    is_dual = torch.autograd.forward_ad._current_level >= 0  # detach() drops the tangent
+    if is_dual or tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
+        return tensor[row]
+    if tensor.requires_grad:
+        return tensor[row].clone()
+    versions = known.setdefault(id(tensor), [tensor, tensor._version, 0])
+    versions[2] = max(versions[2], tensor._version)
+    if tensor._version != versions[1]:
+        _set_versions((tensor,), (versions[1],))
+    return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
 
 
 def _has_rows(value: Any, num: int, depth: int = 4) -> bool:

@@ -33,12 +33,8 @@ class TrainOptions:
     out: Path | None = field(None, "folder of record, checkpoints and model", metavar="DIR")
     world_size: int = field(1, "start this many ranks; with 1 all learners are virtual", least=1)
     resume: bool = field(False, "continue from the last checkpoint in --out", action="store_true")
-    join: bool = field(
-        False, "join the run in --out as a new rank, if it has real ranks and on_failure=shrink", action="store_true"
-    )
-    fields: str | None = field(
-        None, "print the fields whose key or text has this word, or all", nargs="?", const="", metavar="WORD"
-    )
+    join: bool = field(False, "join the run in --out as a new rank; it needs on_failure=shrink", action="store_true")
+    fields: str | None = field(None, "print all fields, or those with this word", nargs="?", const="", metavar="WORD")
 
     def __post_init__(self) -> None:
         check(self)

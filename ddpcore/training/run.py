@@ -163,9 +163,8 @@ def _train(
         placement.barrier("the end of the run")  # rank 0 has closed its files
     if not ended:
         by = f" by {stop_signal.name}" if stop_signal.name and not placement.real else ""  # launchers pass on SIGTERM
-        where = f"after step {trainer.num_steps} of {loop.total_steps}"
-        how = "saved" if loop.is_saved else "not saved, because it is not finite"
-        raise Interrupted(f"stopped{by} {where} and {how}: go on with resume=True")
+        how = f"{loop.total_steps} and " + ("saved" if loop.is_saved else "not saved, because it is not finite")
+        raise Interrupted(f"stopped{by} after step {trainer.num_steps} of {how}: go on with resume=True")
     return RunRecord.read(out)
 
 

@@ -144,7 +144,7 @@ class DataConfig(Section):
     num_test: int | None = field(None, "use only this many test samples", least=1)
     random_labels: bool = field(False, "replace training labels by random ones, which can only be memorized")
     sampler: str = field(
-        SAMPLERS[0], "how learners get samples, see :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS
+        SAMPLERS[0], "the order of samples, see :class:`ddpcore.data.ShardedBatches`", choices=SAMPLERS
     )
     shards: str = field(
         SHARDS[0],

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._pytree import tree_leaves
 
 import ddpcore
@@ -404,11 +405,13 @@ def test_a_state_that_an_evaluation_loads_stays() -> None:
 def test_a_state_that_a_part_of_the_model_loads_in_an_evaluation_is_whole() -> None:
     """Also one inside of a compiled model, in any dtype. Elements that the program changes elsewhere are no state."""
     for kind in (torch.bfloat16, torch.float32):
-        for how in ("compiled", "parts", "scripted", "frozen", "some"):
+        for how in ("compiled", "parts", "scripted", "frozen", "some", "parametrized"):
             first, second = nn.Linear(4, 4).to(kind), nn.Linear(4, 4).to(kind).requires_grad_(how != "frozen")
             raw = nn.Sequential(torch.jit.script(first) if how == "scripted" else first, second)
             model = torch.compile(raw, backend="eager") if how == "compiled" else raw
             _, handle, _ = _trained(ddpcore.DPSGD(ddpcore.RandomPair()), model)
+            for one in handle.models if how == "parametrized" else ():
+                register_parametrization(one[0], "weight", nn.Identity())  # it keeps the parameter
             with torch.no_grad():
                 for one in handle.models[1].parameters():
                     one += 1
