@@ -133,7 +133,7 @@ class StateHook(Hook):
     """Before a state of a model or of its part is saved or loaded, so that it meets no temporary change of weights.
 
     After a load it counts the parameters that the state had, also of parts that came later (parametrizations).
-    RuntimeError: a forward pass meets the change.
+    RuntimeError: a forward pass meets the change, or a load would replace parameters, so that no step reaches them.
     """
 
     _prefix = ""  # of the part in the state that it loads
@@ -164,6 +164,11 @@ class StateHook(Hook):
             learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
         elif len(values) > 2:  # before it
             self._prefix = values[1]
+            is_trained = any(one is not None and one.requires_grad for one in module._parameters.values())
+            if is_trained and values[2].get("assign_to_params_buffers"):
+                raise RuntimeError(
+                    "load_state_dict(assign=True) would replace parameters in training: leave assign out"
+                )
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:
