@@ -326,6 +326,4 @@ def ratio_interval(numerator_T: Array, denominator_T: Array) -> Interval | None:
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0 and y > 0:
         return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
-    if a < 0 < c:  # y may be zero, x may not: R is at least the positive root
-        return (b - root) / a, math.inf
-    return 0.0, math.inf
+    return (b - root) / a if a < 0 < c else 0.0, math.inf  # y may be zero, x may not: R is at least the positive root

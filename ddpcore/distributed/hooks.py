@@ -324,6 +324,7 @@ class HookedDistributed(Distributed):
         """The result of a closure, after whose passes gradients are an average."""
         result = closure()
         self._check_complete()
+        self._watch.check_rows()
         return result
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -140,7 +140,8 @@ class ResetWatch:
             others = [(row, index) for row, index in enumerate(own) if flat.parameters[index] is not first]
             grads = [(row, flat.parameters[i].grad) for row, i in others if now.get(i, 0) != self._known.get(i)]
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
-            self._reset.update(range(self._num_rows) if len(reset) == len(others) else reset)
+            is_whole = len(others) == self._num_rows or len(self._sample) == 1
+            self._reset.update(range(self._num_rows) if is_whole and len(reset) == len(others) else reset)
 
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""

@@ -202,8 +202,8 @@ class LoopWatch:
     def begin_pause(self, *, averages: bool) -> None:
         """At the start of ``no_sync``, which asks for no average, or of ``sync`` inside it, which asks for one."""
         self.keeps_average()
+        self.asks_average = averages or (self.asks_average and self._num_pauses > 0)
         self._num_pauses += 1
-        self.asks_average |= averages
 
     def end_pause(self, num_gradients: int) -> None:
         """At the end of ``no_sync``, in which so many gradients came."""
@@ -232,8 +232,7 @@ class LoopWatch:
         """The tensors that hold the last average, by parameter."""
         if not self._outside:
             return [*self._flat.grad_views]
-        refs = map(self._outside.get, self._flat.index)
-        found = (None if ref is None else ref() for ref in refs)
+        found = (None if ref is None else ref() for ref in map(self._outside.get, self._flat.index))
         return [view if one is None else one for view, one in zip(self._flat.grad_views, found, strict=True)]
 
     @property
@@ -245,7 +244,7 @@ class LoopWatch:
     def keeps_average(self) -> bool:
         """Whether gradients are an average: of a step that was left out they are not, because they are None now."""
         if self.has_average and all(parameter.grad is None for parameter in self._flat.parameters):
-            self.has_average = self.asks_average = False
+            self.has_average = self.asks_average = self._is_late = False
         return self.has_average
 
     def needs_none(self) -> bool:
@@ -316,15 +315,21 @@ class LoopWatch:
             )
         self.check_parameters()
         self._check_optimized()
-        if self.resets is not None:
-            self.resets.check()
-            if self.learner.step < FIRST or not self.learner.step % EVERY:
-                check_modes(self.learner.models, self._rows())
-        is_unchanged = self.resets is None or not self.resets.check_changed(self._flat)
-        if not is_unchanged and not is_capturing(self._flat.param_LP):
-            check_norms(self._norms, self._rows())
+        if self.resets is not None and (self.learner.step < FIRST or not self.learner.step % EVERY):
+            check_modes(self.learner.models, self._rows())
         if closure is None:
+            is_unchanged = self.check_rows()
             self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
+
+    def check_rows(self) -> bool:
+        """Whether nothing changed gradients after the passes. RuntimeError: they were reset or changed for a part."""
+        if self.resets is None:
+            return True
+        self.resets.check()
+        is_changed = self.resets.check_changed(self._flat)
+        if is_changed and not is_capturing(self._flat.param_LP):
+            check_norms(self._norms, self._rows())
+        return not is_changed
 
     def _is_first_alone(self, averages: bool) -> bool:
         """Whether only the model of learner 0 was called, or no model, and only its parameters have gradients."""

@@ -151,8 +151,7 @@ def _crowded(folder: _Folder) -> dict[str, str]:
     for (row, _), line in folder.results.items():
         if line["status"] == FINISHED and row in rows:
             place, cores, num_hosts = line["place"], line["cores"], rows[row]["hosts"]
-            own_cores = "namespaces" in place or "of one machine" not in place  # groups of one machine share them
-            of_hosts = num_hosts > 1 and own_cores
+            of_hosts = num_hosts > 1 and ("namespaces" in place or "of one machine" not in place)  # they share cores
             ranks = rows[row]["ranks"] // (num_hosts if of_hosts else 1)
             if ranks > cores:
                 where = " of each host" if of_hosts else ""

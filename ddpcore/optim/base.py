@@ -287,8 +287,7 @@ class FusedOptimizer(SavedOptimizer):
         return plan, states
 
     def _states_of(self, params: list[Tensor]) -> list[State]:
-        get = self.state.get
-        return [get(param, _NO_STATE) for param in params]
+        return [self.state.get(param, _NO_STATE) for param in params]
 
     def _known(
         self, groups: Sequence[Group], states: list[State], grads: list[Tensor], sizes: list[int]

@@ -74,9 +74,7 @@ class GradientBuckets:
         self._late: set[int] = set()  # ids of parameters whose gradient is final at the end of a pass only
         self._not_last: list[Tensor] = []  # parameters that have a later hook of a program
         self._num_hooks = -1  # of this process, when _late was read
-        exclude_from_compilation(
-            GradientBuckets, "_begin", "_gather", "_end", "_add", "_note"
-        )  # compiled loops run them
+        exclude_from_compilation(GradientBuckets, "_begin", "_gather", "_end", "_add", "_note")  # in compiled loops
         exclude_from_compilation(GradientBuckets, "_hook", recursive=False)
         hook = weakly(self._hook)
         flat.before_gradients = self._note
@@ -135,7 +133,8 @@ class GradientBuckets:
         self._noted = current
         if self._on_pass is not None:
             self._on_pass(first)
-        if self._rows and not self.is_open and all(one.grad is None or one is first for one in self.flat.parameters):
+        may_begin = self._rows and (self.paused or not self.is_open)
+        if may_begin and all(one.grad is None or one is first for one in self.flat.parameters):
             self.restart()  # the program has reset all gradients: a step was left out
 
     @torch.no_grad()

@@ -272,9 +272,7 @@ def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> Non
     """Raise ValueError if a group would lack learners, or hold a part of the ``num_rows`` learners of a rank."""
     name, size = strategy.name, strategy.traits.group
     if num_learners % size:
-        raise ValueError(
-            f"{name}: group is {size} and there are {num_learners} learners: take a divisor of {num_learners}"
-        )
+        raise ValueError(f"{name}: group is {size} of {num_learners} learners: take a divisor of {num_learners}")
     if num_rows % size and size % num_rows:
         raise ValueError(
             f"{name}: group is {size} and a rank holds {num_rows} learners: take a divisor or a multiple of {num_rows}"

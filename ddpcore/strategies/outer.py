@@ -115,9 +115,7 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
     segments = flat.segments
     if isinstance(fragments, int):
         if fragments > len(segments):
-            raise ValueError(
-                f"local_sgd: fragments is {fragments} and there are {len(segments)} parameters: take fewer"
-            )
+            raise ValueError(f"local_sgd: fragments is {fragments} of {len(segments)} parameters: take fewer")
         owners = _by_size([whole.numel() for whole in flat.parameters[: len(segments)]], fragments)  # also of DTensors
     else:
         owners = [_by_name(segment.name, fragments) for segment in segments]

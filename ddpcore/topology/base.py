@@ -3,7 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import is_dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +50,12 @@ class Topology(ABC):
     def stage(self, step: float) -> "Topology":
         """The topology of a step without schedules: with their stages in it, otherwise itself."""
         stages = {name: one.stage(step) for name, one in vars(self).items() if isinstance(one, Topology)}
-        return self if stages.items() <= vars(self).items() else replace(cast(Any, self), **stages)
+        if stages.items() <= vars(self).items():
+            return self
+        if is_dataclass(self):
+            return replace(cast(Any, self), **stages)
+        vars(one := copy(self)).update(stages)
+        return one
 
     def measured(self, num_learners: int) -> "Topology":
         """The topology whose gap and period measure this one: the last stage of a schedule, otherwise itself."""

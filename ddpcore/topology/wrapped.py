@@ -189,9 +189,7 @@ class BetweenGroups(Topology):
     def num_groups(self, num_learners: int) -> int:
         """n / k. ValueError: k is no divisor of n."""
         if num_learners % self.size:
-            raise ValueError(
-                f"group is {self.size} and there are {num_learners} learners: take a divisor of {num_learners}"
-            )
+            raise ValueError(f"group is {self.size} of {num_learners} learners: take a divisor of {num_learners}")
         return num_learners // self.size
 
     @override

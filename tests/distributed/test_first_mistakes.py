@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -108,6 +109,32 @@ def test_zero_grad_of_the_model_of_learner_0(make, way, vectorize, to_none):
     optimizer.zero_grad(to_none)
     handle.model(x).square().mean(dim=(1, 2)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring()), lambda: ddpcore.LocalSGD(2)])
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_zero_grad_of_one_model_of_few(make, in_closure):
+    """Of two learners each is all others. A closure has its passes inside of the step."""
+    if in_closure and not make().traits.takes_closure:
+        in_closure = False
+    for num, own in product((2, 3, 4), (0, 1)):
+        handle, optimizer = trained(make(), learners=num)
+        x = torch.randn(num, 6, 5)
+
+        def passes(reset, handle=handle, x=x):
+            reset()
+            handle.backward(losses := handle.model(x).square().mean(dim=(1, 2)))
+            return losses.sum()
+
+        for reset in (optimizer.zero_grad, handle.models[own].zero_grad):
+            is_refused = reset != optimizer.zero_grad
+            with pytest.raises(RuntimeError, match="alone were reset") if is_refused else nullcontext():
+                for _ in range(3):
+                    if in_closure:
+                        optimizer.step(partial(passes, reset))
+                    else:
+                        passes(reset)
+                        optimizer.step()
 
 
 def _halve(model: nn.Module) -> None:

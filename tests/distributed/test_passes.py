@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -147,3 +148,49 @@ def test_a_closure_without_the_average_of_all_is_refused(make: Any) -> None:
         with pytest.raises(RuntimeError, match=message):
             optimizer.step(closure)
         assert torch.equal(training.weights_of_learners(handle), before), what
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("a fault of the program")
+
+
+def test_a_local_step_after_a_step_that_was_left_out() -> None:
+    """Inside ``no_sync()``, after a late pass, or after an error in ``sync()`` or in a backward pass of one learner."""
+    for how in ("late", "sync", "backward"):
+        handle, _, _ = _begin(2)
+        optimizer = handle.learner.optimizer
+        inputs, labels = training.samples(2, 4)
+
+        def run(rows: Any = (0, 1), last: Any = lambda x: x, handle=handle, inputs=inputs, labels=labels) -> None:
+            for row in rows:
+                output = handle.models[row](inputs[row])
+                F.cross_entropy(last(output) if row == rows[-1] else output, labels[row]).backward()
+
+        if how == "late":
+            run()
+            with handle.no_sync():
+                run()
+        elif how == "sync":
+            with pytest.raises(ValueError, match="a fault"), handle.no_sync():
+                run()
+                with handle.sync():
+                    run((0,), _Fails.apply)
+        else:
+            with pytest.raises(ValueError, match="a fault"):
+                run((0, 1), _Fails.apply)
+        optimizer.zero_grad()
+        plain = [copy.deepcopy(model) for model in handle.models]
+        with handle.no_sync():
+            run()
+            optimizer.step()
+        twins = [training.OPTIMIZERS["sgd"](one.parameters()) for one in plain]
+        for row, (one, twin) in enumerate(zip(plain, twins, strict=True)):
+            F.cross_entropy(one(inputs[row]), labels[row]).backward()
+            twin.step()
+            training.assert_near(training.weights_of_learners(handle)[row], training.flat_weights(one))

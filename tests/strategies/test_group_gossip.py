@@ -97,7 +97,7 @@ def test_topology_between_groups(topology: ddpcore.Topology) -> None:
     for step in range(4):
         expected = torch.kron(torch.from_numpy(topology.matrix(step, 4)), torch.eye(K, dtype=torch.float64))
         assert between.matrix(step, n).tolist() == expected.tolist()
-    with pytest.raises(ValueError, match="group is 2 and there are 5 learners: take a divisor of 5"):
+    with pytest.raises(ValueError, match="group is 2 of 5 learners: take a divisor of 5"):
         between.validate(5)
 
 
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(make: Any) -> None:
     model = nn.Linear(2, 1)
     before, optimizer = model.weight.data_ptr(), torch.optim.SGD(model.parameters(), lr=0.1)
     for learners, group in ((6, 4), (4, 8), (1, 2)):
-        with pytest.raises(ValueError, match=f"group is {group} and there are {learners} learners: take a divisor of"):
+        with pytest.raises(ValueError, match=f"group is {group} of {learners} learners: take a divisor of"):
             ddpcore.distribute(model, optimizer, make(group=group), learners=learners)
     with pytest.raises(ValueError, match="on_failure="):
         connection = ddpcore.Connection(on_failure="shrink")

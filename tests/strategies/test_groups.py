@@ -310,9 +310,9 @@ def test_groups_that_cannot_be(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
-        (4, {"learners": 6}, "local_sgd: group is 4 and there are 6 learners: take a divisor of 6"),
-        (8, {"learners": 4}, "local_sgd: group is 8 and there are 4 learners: take a divisor of 4"),
-        (2, {"learners": 1}, "local_sgd: group is 2 and there are 1 learners: take a divisor of 1"),
+        (4, {"learners": 6}, "local_sgd: group is 4 of 6 learners: take a divisor of 6"),
+        (8, {"learners": 4}, "local_sgd: group is 8 of 4 learners: take a divisor of 4"),
+        (2, {"learners": 1}, "local_sgd: group is 2 of 1 learners: take a divisor of 1"),
         (2, {"on_failure": "shrink"}, "on_failure='shrink' leaves a group with fewer learners .*: leave group out"),
         (2, {"policies": ddpcore.Policies(momentum="gossip")}, "local_sgd has none: take average"),
         (2, {"on_nonfinite": "quarantine"}, "local_sgd has no neighbours: take 'skip'"),

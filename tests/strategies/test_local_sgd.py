@@ -187,7 +187,7 @@ def test_fragments_are_averaged_at_their_own_time(fragments: object, first: set[
 @pytest.mark.parametrize(
     ("fragments", "message"),
     [
-        (5, "fragments is 5 and there are 4 parameters"),
+        (5, "fragments is 5 of 4 parameters"),
         ([["head"], ["body.0", "body.1"]], "parameter body.2.weight is in no fragment"),
         ([["head", "body"], ["body.1"]], "parameter body.1.weight is in fragments 0 and 1"),
         ([["nothing"]], "is in no fragment"),

@@ -23,6 +23,7 @@ from ddpcore import (
     OnePeerExponential,
     RandomPair,
     Ring,
+    Round,
     Scheduled,
     Star,
     StaticExponential,
@@ -209,3 +210,22 @@ def test_thousands_need_no_dense_matrix(name: str, n: int) -> None:
     finally:
         tracemalloc.stop()
     assert n == 64 or peak < 8 * n * n / 2
+
+
+class _Held(Topology):
+    """A user's own topology around another, without the fields of a dataclass."""
+
+    def __init__(self, held: Topology) -> None:
+        self.held = held
+
+    def period(self, num_learners: int) -> int | None:
+        return self.held.period(num_learners)
+
+    def round(self, step: int, rank: int, num_learners: int) -> Round:
+        return self.held.round(step, rank, num_learners)
+
+
+def test_a_topology_of_a_user_has_the_gap_of_the_last_stage_too() -> None:
+    held = _Held(Scheduled([(0, Complete()), (600, Ring())]))
+    assert describe(held, 8).mixing_time == describe(Ring(), 8).mixing_time
+    assert held.spectral_gap(8) == pytest.approx(Ring().spectral_gap(8))

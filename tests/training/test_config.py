@@ -97,7 +97,7 @@ def with_epochs(name: str, table: Any) -> Any:
         ({"strategy": {"name": "local_sgd", "period": 0}}, "local_sgd: period is 0"),
         (
             {"strategy": {"name": "local_sgd", "group": 3, "learners": 4}},
-            "local_sgd: group is 3 and there are 4 learners: take a divisor of 4",
+            "local_sgd: group is 3 of 4 learners: take a divisor of 4",
         ),
         (
             {"strategy": {"name": "local_sgd", "group": 2, "learners": 4}, "run": {"statistics_every": 5}},
@@ -109,7 +109,7 @@ def with_epochs(name: str, table: Any) -> Any:
         ),
         (
             {"strategy": {"name": "gasloc", "group": 2}},
-            "gasloc: group is 2 and there are 1 learners: take a divisor of 1",
+            "gasloc: group is 2 of 1 learners: take a divisor of 1",
         ),
         (
             {"strategy": {"name": "local_sgd", "period": "a"}},
