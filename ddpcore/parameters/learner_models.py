@@ -45,6 +45,7 @@ class LearnerModels(nn.Module):
         # torch.compile(handle.model) compiles the models that are called here.
         exclude_from_compilation(LearnerModels, "forward", "_together", "_in_turn", recursive=False)
         exclude_from_compilation(LearnerModels, "_run_chain")
+        exclude_from_compilation(sys.modules[__name__], "_call", recursive=False)
         self.models = nn.ModuleList(models)
         self._flat, self._rules = flat, VmapRules(self.models, flat)
         self._token = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
@@ -73,8 +74,7 @@ class LearnerModels(nn.Module):
         """See :meth:`ddpcore.Distributed.split`."""
         num = len(self.models)
         self._are_together = self.runs_together()
-        if at_once is None:
-            at_once = num if self._are_together else 1
+        at_once = (num if self._are_together else 1) if at_once is None else at_once
         if at_once < 1:
             raise ValueError(f"at_once is {at_once}: it must be 1 or more learners")
         try:
@@ -215,8 +215,8 @@ def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result, known = model(*args, **kwargs), set(map(id, given))
     if any(id(leaf) not in known for leaf in tree_leaves((args, kwargs))):
         raise RuntimeError(
-            "a model puts values into a list or dict among its inputs, of which each learner has a copy that is lost: "
-            "return them, or keep them in an attribute"
+            "a model puts values into a list or dict among its inputs, and each learner has a copy that is lost: let "
+            "forward() copy it (batch = dict(batch)) and return what the loop needs, or call each of handle.models"
         )
     return result
 

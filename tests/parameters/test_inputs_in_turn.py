@@ -33,7 +33,7 @@ def test_a_container_that_a_model_fills_is_refused(vectorize: bool) -> None:
     """Each learner gets a copy of it, so the program would not see the values. A model may take values out."""
     together, inputs = learners(_Fills(), 2, vectorize), torch.randn(2, 3, 4)
     for parts in ([], {}, {"sum": torch.zeros(2, 1)}):
-        with pytest.raises(RuntimeError, match=r"puts values into a list or dict among its inputs.*: return them"):
+        with pytest.raises(RuntimeError, match=r"puts values into a list or dict among its inputs.*: let forward"):
             together(inputs, parts)
     assert together(inputs, {"sum": torch.zeros(2, 1)}, pops=True).shape == (2, 3, 2)
 
