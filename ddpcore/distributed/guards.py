@@ -130,7 +130,7 @@ class Hook:
 
 
 class StateHook(Hook):
-    """Before a state of a model or of its part is saved or loaded, so that it meets no temporary change of weights.
+    """Takes back temporary changes of weights before a state of a model, or of a part of it, is saved or loaded.
 
     After a load it counts the parameters that the state had, also of parts that came later (parametrizations).
     RuntimeError: a forward pass meets the change, or a load would replace parameters, so that no step reaches them.
@@ -139,7 +139,7 @@ class StateHook(Hook):
     _prefix = ""  # of the part in the state that it loads
 
     def register(self, module: nn.Module) -> None:
-        """Set the hook, of one module."""
+        """Set the hook of a module."""
         nn.Module.register_state_dict_pre_hook(module, self)  # torch.jit layers have no such methods of their own
         nn.Module.register_load_state_dict_post_hook(module, self)
         if not isinstance(module, torch.jit.ScriptModule):
