@@ -22,6 +22,7 @@ TITLES = {
     "loss": "Training loss of the mean",
     "noise": "Noise strength",
     "train_loss": "Training loss of epochs",
+    "accuracy_pct": "Test accuracy of epochs, %",
 }
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
@@ -160,7 +161,7 @@ def curve_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[C
             for first, key in product(range(0, len(rows), ROWS_A_CHART), names):
                 series = [_over_seeds(row, curves[row], x, key) for row in rows[first : first + ROWS_A_CHART]]
                 lowest = min((y for one in series for y in (*one.y, *(one.low or ())) if y is not None), default=0.0)
-                log_y = key != "effective_lr" and lowest > 0
+                log_y = key not in ("effective_lr", "accuracy_pct") and lowest > 0
                 charts.append(Chart(title=TITLES[key], x_label=x, y_label=key, series=series, note=note, log_y=log_y))
     return charts
 

@@ -110,9 +110,14 @@ def _hessian(record: RunRecord) -> dict[str, float | None]:
 
 
 def curves_of(record: RunRecord) -> dict[str, list[float]]:
-    """Statistics over the steps of a run, and losses over its epochs, for plots: at most MAX_POINTS, of four digits."""
+    """Statistics of steps, losses and test accuracies of epochs, for plots: at most MAX_POINTS, of four digits."""
     curves: dict[str, list[float]] = {}
-    for (x, names), lines in zip(CURVES.items(), (_measured(record), _known(record)), strict=True):
+    tested = [
+        {"evaluated epoch": epoch["epoch"], "accuracy_pct": 100 * epoch["accuracy"]}
+        for epoch in record.epochs
+        if epoch.get("split") == "test" and epoch.get("accuracy") is not None
+    ]
+    for (x, names), lines in zip(CURVES.items(), (_measured(record), _known(record), tested), strict=True):
         chosen = lines[:: max(1, math.ceil(len(lines) / MAX_POINTS))]
         curves |= {name: [float(f"{line[name]:.4g}") for line in chosen] for name in (x, *names) if chosen}
     return curves

@@ -14,7 +14,8 @@ from ddpcore.storage.json_lines import JsonLines, mend, read_json, read_lines, w
 FORMAT = 1
 MANIFEST, RESULTS = "manifest.json", "results.jsonl"
 FINISHED, FAILED = "finished", "failed"
-CURVES = {"step": ("effective_lr", "loss", "noise"), "epoch": ("train_loss",)}  # over the steps and epochs of a run
+# over the steps and epochs of a run
+CURVES = {"step": ("effective_lr", "loss", "noise"), "epoch": ("train_loss",), "evaluated epoch": ("accuracy_pct",)}
 Results = Mapping[tuple[str, int], dict[str, Any]]
 """The last line of each run, by (row, seed)."""
 

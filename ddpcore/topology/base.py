@@ -63,6 +63,9 @@ class Topology(ABC):
 
     def check_run(self, num_steps: int) -> None:
         """Raise ValueError if the topology has a schedule that goes past the end of a run of so many steps."""
+        for one in vars(self).values():
+            if isinstance(one, Topology):
+                one.check_run(num_steps)
 
     def rounds(self, step: int, num_learners: int) -> list[Round]:
         """The rounds of all learners at a step."""

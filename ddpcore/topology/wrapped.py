@@ -33,10 +33,6 @@ class _Wrapped(Topology):
     def kept_weights(self, num_learners: int) -> Vector | None:
         return self.topology.kept_weights(num_learners)
 
-    @override
-    def check_run(self, num_steps: int) -> None:
-        self.topology.check_run(num_steps)
-
 
 @dataclass(frozen=True)
 class Weighted(_Wrapped):
@@ -218,10 +214,6 @@ class BetweenGroups(Topology):
     @override
     def spectral_gap(self, num_learners: int) -> float:
         return self.between.spectral_gap(self.num_groups(num_learners))
-
-    @override
-    def check_run(self, num_steps: int) -> None:
-        self.between.check_run(num_steps)
 
 
 @dataclass(frozen=True)

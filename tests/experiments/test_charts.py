@@ -45,6 +45,9 @@ def test_curves_over_epochs_and_steps() -> None:
     ]  # fmt: skip
     assert [[series.name for series in chart.series] for chart in charts] == [["both"]] * 3 + [["both", "losses"]]
     assert (list(charts[-1].series[1].x), list(charts[-1].series[1].y)) == ([1, 2], [4.0, 1.0])
+    tested = {"evaluated epoch": [5, 10], "accuracy_pct": [20.0, 30.0]}
+    (chart,) = drawing.curve_charts({"curves": [{"tested": [tested]}]}, ["measured"])
+    assert (chart.title, list(chart.series[0].y), chart.log_y) == ("Test accuracy of epochs, %", [20.0, 30.0], False)
 
 
 def test_a_comparison_gives_the_same_file_again(tmp_path: Path) -> None:

@@ -101,11 +101,15 @@ def test_curves() -> None:
     assert len(curves["step"]) <= MAX_POINTS
     assert curves["step"][:2] == [1.0, 12.0] and curves["effective_lr"][0] == 0.2469
     one = record([])
-    assert curves_of(one) == {"epoch": [1.0], "train_loss": [0.3]}
+    assert curves_of(one) == {"epoch": [1.0], "train_loss": [0.3], "evaluated epoch": [1.0], "accuracy_pct": [75.0]}
     one.epochs[:] = epochs_of([None, *(0.123456 + number for number in range(2 * MAX_POINTS))])
     curves = curves_of(one)
     assert (curves["epoch"][:2], curves["train_loss"][:2]) == ([2.0, 4.0], [0.1235, 2.123])
     assert len(curves["epoch"]) == len(curves["train_loss"]) == MAX_POINTS and "step" not in curves
+    tested = [{"accuracy": 0.123456, "split": "test"}, {}, {"accuracy": 0.5, "split": "validation"}]
+    one.epochs[:] = [epoch | more for epoch, more in zip(epochs_of([0.3] * 3), tested, strict=True)]
+    found = curves_of(one)
+    assert (found["evaluated epoch"], found["accuracy_pct"], found["epoch"]) == ([1.0], [12.35], [1.0, 2.0, 3.0])
 
 
 def epochs_of(losses: list[float | None]) -> list[dict[str, Any]]:

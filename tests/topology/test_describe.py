@@ -225,6 +225,14 @@ class _Held(Topology):
         return self.held.round(step, rank, num_learners)
 
 
+def test_a_schedule_inside_of_a_topology_ends_with_the_run_too() -> None:
+    stages = Scheduled([(0, Complete()), (600, Ring())])
+    for one in (stages, _Held(stages), Hierarchical(2, stages), Damped(stages, 0.5), BetweenGroups(2, stages)):
+        one.check_run(601)
+        with pytest.raises(ValueError, match="has the step 600: the run ends after 600 steps"):
+            one.check_run(600)
+
+
 def test_a_topology_of_a_user_has_the_gap_of_the_last_stage_too() -> None:
     held = _Held(Scheduled([(0, Complete()), (600, Ring())]))
     assert describe(held, 8).mixing_time == describe(Ring(), 8).mixing_time
