@@ -40,7 +40,7 @@ from ddpcore.parameters.buckets import GradientBuckets, Pieces
 from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
-from ddpcore.storage.serialization import copy_of
+from ddpcore.storage.serialization import copy_of, versioned, versions_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 from ddpcore.strategies.ssgd import own_samples
@@ -174,6 +174,7 @@ class HookedDistributed(Distributed):
             "step": self.learner.step,
             "layout": list(self.learner.flat.names),
             "learners": [model.state_dict() for model in self.models[1:]],
+            "versions": versions_of(self.models[0].state_dict()),
             "strategy": self.strategy.state_dict(),
             "policies": self._state_sync.state_dict(),
             **({} if self.comm.membership is None else {"deals": [[step, list(ids)] for step, ids in self.deals]}),
@@ -190,7 +191,7 @@ class HookedDistributed(Distributed):
         if flat.shards is not None:
             flat.shards.reshard()
         for model, own in zip(self.models[1:], state["learners"], strict=True):
-            model.load_state_dict(copy_of(own))
+            model.load_state_dict(versioned(own, state.get("versions")))
         self._new_order, self._laid_out = None, True
         self._watch.restart()
         self._lay_out([flat.names.index(name) for name in state["layout"]])
@@ -447,6 +448,8 @@ class _ForwardHook(Hook):
         ran |= set(map(id, models)) if handle._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
+        elif handle.strategy.traits.acts_in_forward:  # a state that was read since then has no noise, nor have weights
+            handle.strategy.before_forward(handle.learner)
 
 
 class _LeaveHook(Hook):

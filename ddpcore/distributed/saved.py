@@ -17,7 +17,7 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.optim import FusedOptimizer
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
-from ddpcore.storage.serialization import copy_of, pack, unpack
+from ddpcore.storage.serialization import copy_of, pack, unpack, versioned, versions_of
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner
 
@@ -52,8 +52,10 @@ def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optim
     device, random = _device_of(handle, model), {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
+    state = model.state_dict()
     return {
-        "model": copy_of(dict(model.state_dict())),
+        "model": copy_of(dict(state)),
+        "versions": versions_of(state),
         "optimizer": _copied(optimizer, optimizer.state_dict()),
         "handle": handle.state_dict(),
         "random": random,
@@ -62,7 +64,7 @@ def state_of(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optim
 
 def load_state(handle: Distributed, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load the result of :func:`state_of`, after ``handle.check_state``. Collective."""
-    model.load_state_dict(copy_of(state["model"]))  # torch copies weights and buffers, and no further state
+    model.load_state_dict(versioned(state["model"], state.get("versions")))
     optimizer.load_state_dict(_copied(optimizer, state["optimizer"]))
     handle.load_state_dict(state["handle"])
     random, device = state.get("random", {}), _device_of(handle, model)  # none: of another number of shards
@@ -134,7 +136,8 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
             raise ValueError(f"{name} of pruning differs between learners: load with weights='nearest' instead")
     means = {name: _mean([model[name] for model in models]) for name in models[0]} if sources is None else {}
     for place, model in enumerate(handle.models):
-        model.load_state_dict(copy_of(means if sources is None else models[sources[place]]))
+        own = means if sources is None else models[sources[place]]
+        model.load_state_dict(versioned(own, states[0].get("versions")))
     optimizer = handle.learner.optimizer
     optimizer.load_state_dict(_moved_moments(handle, [state["optimizer"] for state in states], moments, sources))
     own = handle.state_dict()

@@ -1,6 +1,7 @@
 """One model per virtual learner, and how they run together."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import ModuleType
@@ -115,7 +116,7 @@ class LearnerModels(nn.Module):
                     "pass [learners, batch, ...], one mini-batch per learner"
                 )
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)] if len(tensors) < len(leaves) else []
-        if hiding := [type(one).__name__ for one in others if _has_rows(one, len(self.models))]:
+        if hiding := [type(one).__name__ for one in others if any(map(self._has_rows, _parts(one)))]:
             raise ValueError(
                 f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
                 "and dicts, as [learners, batch, ...], or call each of handle.models"
@@ -135,6 +136,9 @@ class LearnerModels(nn.Module):
         if chain is None or not is_whole:
             return self._together(inputs, named_inputs)
         return self._run_chain(inputs[0], chain)
+
+    def _has_rows(self, value: Any) -> bool:
+        return bool(value.ndim > 1 and len(value) == len(self.models) > 1)
 
     def _run_chain(self, inputs_LB: Tensor, chain: Sequence[Layer]) -> Tensor:
         one, stacks = self._begin_pass()
@@ -194,8 +198,10 @@ class LearnerModels(nn.Module):
             for row, model in enumerate(models):
                 args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
                 results.append(_call(model, args, kwargs))
-        for tensor, _, latest in known.values():
-            if tensor._version < latest:  # a learner may have changed what its graph saved, and the last one nothing
+        for tensor, _, latest, rows in known.values():
+            latest = max(latest, tensor._version)  # a learner may have changed what its graph saved, and the last none
+            _take_back(tensor, list(rows.values()))
+            if not tensor.requires_grad or tensor._version < latest:
                 _set_versions((tensor,), (latest,))
         if all(isinstance(result, Tensor) for result in results):
             return torch.stack(results)
@@ -210,13 +216,19 @@ class LearnerModels(nn.Module):
 
 
 def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A learner's call. RuntimeError: the model puts values into its containers of inputs, which are copies."""
-    given = tree_leaves((args, kwargs))
-    result, known = model(*args, **kwargs), set(map(id, given))
-    if any(id(leaf) not in known for leaf in tree_leaves((args, kwargs))):
+    """A learner's call. RuntimeError: the model puts values into a container or an object among its inputs."""
+
+    def values() -> list[Any]:
+        leaves = tree_leaves((args, kwargs))
+        return leaves + [part for leaf in leaves for part in _parts(leaf)]
+
+    given = values()
+    result = model(*args, **kwargs)
+    if Counter(map(id, values())) - Counter(map(id, given)):
         raise RuntimeError(
-            "a model puts values into a list or dict among its inputs, and each learner has a copy that is lost: let "
-            "forward() copy it (batch = dict(batch)) and return what the loop needs, or call each of handle.models"
+            "a model puts values into a list, dict or object among its inputs, where values of learners are lost or "
+            "mixed: let forward() copy it (batch = dict(batch)) and return what the loop needs, or call each of "
+            "handle.models"
         )
     return result
 
@@ -224,25 +236,40 @@ def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:
     """The input of one learner, with the first of the ``known`` versions: a first layer may change it in place."""
     is_dual = torch.autograd.forward_ad._current_level >= 0  # detach() drops the tangent
+    if tensor.layout == torch.strided and not tensor.stride(0):  # expand(): learners would change one memory
+        return tensor[row].clone()
     if is_dual or tensor.is_inference() or torch._C._functorch.maybe_current_level() is not None:
         return tensor[row]
+    entry = known.setdefault(id(tensor), [tensor, tensor._version, 0, {}])
+    first, rows = entry[1], entry[3]
+    entry[2] = max(entry[2], tensor._version)
+    if row not in rows:
+        if tensor._version != first:
+            _set_versions((tensor,), (first,))
+        # detach() keeps the version of all, so autograd sees when the program changes them
+        rows[row] = tensor[row].clone() if tensor.requires_grad else tensor[row].detach()
+    return rows[row]
+
+
+def _take_back(tensor: Tensor, rows: list[Tensor]) -> None:
+    """Give an input the graph of what models have written into its ``rows``, which autograd does not see."""
     if tensor.requires_grad:
-        return tensor[row].clone()
-    versions = known.setdefault(id(tensor), [tensor, tensor._version, 0])
-    versions[2] = max(versions[2], tensor._version)
-    if tensor._version != versions[1]:
-        _set_versions((tensor,), (versions[1],))
-    return tensor[row].detach()  # with the version of all, so autograd sees when the program changes them
+        is_written = not tensor.is_leaf and any(row._version for row in rows)
+    else:
+        is_written = any(row.grad_fn is not None for row in rows)
+    if is_written and all(row.shape == tensor.shape[1:] and row.stride() == tensor.stride()[1:] for row in rows):
+        with torch.set_grad_enabled(any(row.requires_grad for row in rows)):
+            tensor.copy_(torch.stack(rows))
 
 
-def _has_rows(value: Any, num: int, depth: int = 4) -> bool:
-    """Whether a value that torch's pytree does not open has a tensor or array with a row for each of ``num``."""
+def _parts(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
+    """The tensors and arrays of a value that torch's pytree does not open."""
     if isinstance(value, Tensor | np.ndarray):
-        return value.ndim > 1 and len(value) == num > 1
-    if isinstance(value, nn.Module | ModuleType | type) or not depth:
-        return False
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
-    return any(_has_rows(part, num, depth - 1) for part in (*items, *getattr(value, "__dict__", {}).values()))
+        yield value
+    elif depth and not isinstance(value, nn.Module | ModuleType | type):
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+        for part in (*items, *getattr(value, "__dict__", {}).values()):
+            yield from _parts(part, depth - 1)
 
 
 class _Rows(torch.autograd.Function):

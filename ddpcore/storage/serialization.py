@@ -1,12 +1,14 @@
 """Nested state as JSON and tensors, and back; reading it never executes code."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 _TENSOR, _TUPLE, _ITEMS = _MARKS = "__tensor__", "__tuple__", "__items__"  # keys that mark what JSON does not have
 
@@ -51,8 +53,20 @@ def tensors_of(state: Any) -> list[Tensor]:
 
 
 def copy_of(state: Any) -> Any:
-    """The same state with copies of its tensors, so that neither side sees what the other writes later."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+    """A copy of a state, also of the arrays and sets in it, so that neither side sees what the other writes later."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else deepcopy(leaf), state)
+
+
+def versions_of(state: Any) -> Any:
+    """The versions of the modules in a model's state, by which a module converts an older state. A file needs them."""
+    return copy_of(getattr(state, "_metadata", None))
+
+
+def versioned(state: Mapping[str, Any], versions: Any) -> Any:
+    """A copy of a model's state with the versions of its modules."""
+    result: Any = OrderedDict(copy_of(state))  # torch copies weights and buffers only when it loads
+    result._metadata = versions
+    return result
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | str) -> Any:

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,20 +56,28 @@ def test_a_state_in_memory_is_that_of_its_step() -> None:
 
 
 class _Tabled(nn.Linear):
-    """Its further state is a tensor that it changes in place."""
+    """Its further state is a tensor and an array that it changes in place. A state of an old version counts twice."""
+
+    _version = 2
 
     def __init__(self) -> None:
         super().__init__(4, 2)
-        self.table = torch.zeros(2)
+        self.table, self.counts = torch.zeros(2), np.zeros(2)
 
     def get_extra_state(self) -> Any:
-        return {"table": self.table}
+        return {"table": self.table, "counts": self.counts}
 
     def set_extra_state(self, state: Any) -> None:
-        self.table = state["table"]
+        self.table, self.counts = state["table"], state["counts"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.table += 1
+        self.counts += 1
         return super().forward(x)
 
 
@@ -154,7 +163,7 @@ def test_a_state_in_memory_does_not_change_and_loads_are_copies(loads_elsewhere:
 
 def _assert_equal(state: Any, then: Any, message: str) -> None:
     for mine, theirs in zip(tree_leaves(state), tree_leaves(then), strict=True):
-        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
+        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else np.array_equal(mine, theirs)
         assert same, message
 
 

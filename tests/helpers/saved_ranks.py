@@ -16,9 +16,20 @@ from ddpcore.optim import FusedAdamW
 from helpers import ranks
 
 
+class _Versioned(nn.Linear):
+    """It doubles the weights of a state without its version, as modules do that convert older states."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
 def begin(learners: int | None, strategy: Any = None) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(_Versioned(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = FusedAdamW(model.parameters(), lr=0.01)
     strategy = strategy or ddpcore.DPSGD(ddpcore.Ring())
     return ddpcore.distribute(model, optimizer, strategy, learners=learners), optimizer

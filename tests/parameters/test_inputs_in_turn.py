@@ -33,9 +33,68 @@ def test_a_container_that_a_model_fills_is_refused(vectorize: bool) -> None:
     """Each learner gets a copy of it, so the program would not see the values. A model may take values out."""
     together, inputs = learners(_Fills(), 2, vectorize), torch.randn(2, 3, 4)
     for parts in ([], {}, {"sum": torch.zeros(2, 1)}):
-        with pytest.raises(RuntimeError, match=r"puts values into a list or dict among its inputs.*: let forward"):
+        with pytest.raises(RuntimeError, match=r"puts values into a list, dict or object.*: let forward"):
             together(inputs, parts)
     assert together(inputs, {"sum": torch.zeros(2, 1)}, pops=True).shape == (2, 3, 2)
+
+
+class _Cache:
+    """As a cache of keys and values: it has no tensors before the first call."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {"keys": []}
+
+
+class _Caches(nn.Linear):
+    def forward(self, inputs: Tensor, cache: _Cache, size: int = 0) -> Tensor:
+        if cache is not None:
+            cache.seen["keys"].append(inputs)
+        return super().forward(inputs)
+
+
+def test_an_object_that_a_model_fills_is_refused() -> None:
+    """Learners would find the values of others there. An object that they only read, or that stays empty, is none."""
+    inputs = torch.randn(2, 3, 4)
+    for vectorize in (True, False):
+        together = learners(_Caches(4, 2), 2, vectorize)
+        for context in (torch.enable_grad, torch.no_grad):
+            with (
+                context(),
+                pytest.raises(RuntimeError, match="puts values into a list, dict or object among its inputs"),
+            ):
+                together(inputs, _Cache(), size=3)
+        assert together(inputs, None, size=3).shape == (2, 3, 2)
+
+
+class _Writes(nn.Linear):
+    """Writes a result into its last input: as a buffer for outputs, as a sum, or as none."""
+
+    def forward(self, inputs: Tensor, out: Tensor, how: str = "") -> Tensor:
+        result = super().forward(inputs)
+        if how == "fill":
+            out[:] = result
+        elif how == "part":
+            out[1:].add_(result[1:])
+        elif how == "asks":
+            out.requires_grad_()
+        return result.sum()
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_gradients_of_what_a_model_writes_into_an_input(vectorize: bool) -> None:
+    """As with each model alone, also at the second call, when the input has a graph. The models' own graphs stay."""
+    for how in ("fill", "part", "none") if vectorize else ("fill", "part", "none", "asks"):
+        together, inputs = learners(_Writes(4, 2), 3, vectorize), torch.randn(3, 5, 4)
+        alone = copy.deepcopy(together.models)
+        out, outs = torch.zeros(3, 5, 2), [torch.zeros(5, 2) for _ in range(3)]
+        for _ in range(2):
+            losses = together(inputs, out, how=how)
+            others = [model(x, own, how=how) for model, x, own in zip(alone, inputs, outs, strict=True)]
+        (losses.sum() + out.square().sum()).backward()
+        (sum(others) + torch.stack(outs).square().sum()).backward()
+        assert torch.equal(out, torch.stack(outs))
+        for one, plain in zip(together.models, alone, strict=True):
+            torch.testing.assert_close(one.weight.grad, plain.weight.grad)
 
 
 def test_forward_mode() -> None:
@@ -62,6 +121,19 @@ class _Changes(nn.Module):
         else:
             inputs.t_()
         return self.layer(inputs).sum() * self.layer(other).sum()
+
+
+def test_one_batch_for_all_learners_that_a_model_changes_in_place() -> None:
+    """Each learner has its own, as on ranks, also in a loop over ``split``."""
+    together, inputs = learners(_Changes("values"), 3, False), torch.randn(5, 8)
+    alone = torch.stack([model(*inputs.clone().chunk(2, -1)) for model in together.models])
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            batch = inputs.clone()
+            parts = [part.expand(3, 5, 4) for part in batch.chunk(2, -1)]
+            assert torch.equal(together(*parts), alone)
+            assert torch.equal(torch.cat([together(*rows) for rows in together.split(*parts)]), alone)
+            assert torch.equal(batch, inputs)
 
 
 def test_inputs_that_a_model_changes_in_place() -> None:
