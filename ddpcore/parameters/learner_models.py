@@ -199,9 +199,9 @@ class LearnerModels(nn.Module):
                 args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
                 results.append(_call(model, args, kwargs))
         for tensor, _, latest, rows in known.values():
-            latest = max(latest, tensor._version)  # a learner may have changed what its graph saved, and the last none
+            latest, is_one_memory = max(latest, tensor._version), not tensor.requires_grad
             _take_back(tensor, list(rows.values()))
-            if not tensor.requires_grad or tensor._version < latest:
+            if is_one_memory:  # a learner may have changed what its graph saved, and the last one nothing
                 _set_versions((tensor,), (latest,))
         if all(isinstance(result, Tensor) for result in results):
             return torch.stack(results)

@@ -106,6 +106,26 @@ def test_forward_mode() -> None:
         torch.testing.assert_close(row, model[0].weight.sum().expand(3, 1))
 
 
+def test_a_sum_in_place_with_a_parameter() -> None:
+    """The learners' graphs have saved the sum, which is the input."""
+
+    class Adds(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            inputs += self.bias.sum()
+            return super().forward(inputs)
+
+    for vectorize in (True, False):
+        together, inputs = learners(Adds(4, 2), 3, vectorize), torch.randn(3, 5, 4)
+        alone, given = copy.deepcopy(together.models), inputs.clone()
+        (together(given).square().sum() + given.sum()).backward()
+        for model, row in zip(alone, inputs, strict=True):
+            own = row.clone()
+            (model(own).square().sum() + own.sum()).backward()
+        for one, plain in zip(together.models, alone, strict=True):
+            torch.testing.assert_close(one.bias.grad, plain.bias.grad)
+            torch.testing.assert_close(one.weight.grad, plain.weight.grad)
+
+
 class _Changes(nn.Module):
     """Changes the first of its inputs in place, in one of the ways that models do."""
 
