@@ -425,7 +425,11 @@ class _ForwardHook(Hook):
     @override
     def __call__(self, module: nn.Module, *values: Any) -> None:
         handle = self._handle()
-        if handle is None or handle._is_inside or not torch.is_grad_enabled() or handle.learner.hooks_paused:
+        if handle is None or handle._is_inside or handle.learner.hooks_paused:
+            return
+        if handle._watch.step_has_failed():
+            handle.strategy.restore_weights(handle.learner)
+        if not torch.is_grad_enabled():
             return  # no check of eval mode: a program may train with frozen batch norm
         if isinstance(module, LearnerModels) and module.rows.start:
             handle._is_inside = True  # in a loop over split(), which is one pass

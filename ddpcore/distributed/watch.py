@@ -38,7 +38,7 @@ class LoopWatch:
     whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
     """
 
-    _sample: Tensor | None  # weights at the second forward pass of a step
+    _sample: Tensor | None  # weights at a forward pass of a step, from the second one on
 
     def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
         flat, models = learner.flat, learner.models
@@ -96,6 +96,13 @@ class LoopWatch:
         """Whether the outermost call has called ``frame``."""
         return self._frame is not None and any(one is self._frame for one in callers(frame))
 
+    def step_has_failed(self) -> bool:
+        """Whether the last call of ``step()`` ended by an exception, which is then forgotten."""
+        if self._frame is None or self.has_called(sys._getframe()):
+            return False
+        self._frame = None
+        return True
+
     # ---- before a forward pass ----
 
     def is_own_pass(self, module: nn.Module) -> bool:
@@ -127,6 +134,7 @@ class LoopWatch:
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = num_registered()
+        self._renormalizes = any(getattr(module, "max_norm", None) is not None for module in modules)
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
@@ -160,18 +168,19 @@ class LoopWatch:
     def count_pass(self, *, by_weights: bool) -> None:
         """Count a forward pass of a step, which averages weights if ``by_weights``.
 
-        RuntimeError: they were changed between several passes: a program that never calls ``step()`` would not average.
-        A step with a closure changes them itself.
+        RuntimeError: they were changed repeatedly between passes: a program that never calls ``step()`` would not
+        average. A step with a closure changes them itself, sharpness-aware minimization does once, and embeddings with
+        ``max_norm`` in each pass.
         """
         self.num_passes += 1
         num = self.num_passes
-        if not by_weights or num < 2 or self.has_called(sys._getframe()):
+        if not by_weights or num < 2 or self._renormalizes or self.has_called(sys._getframe()):
             return
-        if num == 2:
-            self._sample = self._weight_bits()
-        elif num > 3 and num & (num - 1):
+        if num > 3 and num & (num - 1):
             return  # compare seldom, because the host waits for the device
-        elif self._sample is not None and not torch.equal(self._sample, self._weight_bits()):
+        before, self._sample = self._sample, self._weight_bits()
+        self._num_changes += before is not None and not torch.equal(before, self._sample)
+        if self._num_changes > 1:
             raise RuntimeError(
                 "weights were changed between several forward passes without optimizer.step(), so learners would not "
                 "average: change them by the optimizer that distribute() got, or run such passes under no_grad"
@@ -184,7 +193,8 @@ class LoopWatch:
         """A new step begins, or other states were loaded."""
         if self.resets is not None:
             self.resets.restart()
-        self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
+        self.num_passes = self._num_changes = 0  # forward passes of this step that record gradients; of weights
+        self._sample = None
         self.asks_average = False  # whether it had a sync() inside no_sync(), where other ranks average
         self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average

@@ -130,6 +130,8 @@ class LearnerModels(nn.Module):
         if not (self.runs_together() if self._are_together is None else self._are_together):
             return self._in_turn(inputs, named_inputs)
         chain = self._rules.chain
+        if chain is None and self.vectorize is None and torch.is_autocast_enabled(tensors[0].device.type):
+            return self._in_turn(inputs, named_inputs)  # vmap adds the bias of a linear layer in another dtype
         is_whole = is_one and inputs[0].dim() > 2 and inputs[0].layout == torch.strided
         if chain is not None and not self._takes_any_batch and not (is_whole and is_aligned(inputs[0])):
             return self._in_turn(inputs, named_inputs)
@@ -176,9 +178,15 @@ class LearnerModels(nn.Module):
 
         dims = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (inputs, named_inputs))
         run = vmap(one, in_dims=(0, 0, *dims), randomness="different")
-        outputs, buffers = run(stacks, buffers, inputs, named_inputs)
+        try:
+            outputs, buffers = run(stacks, buffers, inputs, named_inputs)
+        except RuntimeError as error:
+            reason = str(error).split("\n", 1)[0].removesuffix(".")
+            raise RuntimeError(f"{reason} (in torch.func.vmap; learners run in turn with vectorize=False)") from error
         for name, rows in buffers.items():
             for row, model_buffers in zip(rows, own, strict=True):
+                if row.shape != model_buffers[name].shape:  # the model has replaced it
+                    model_buffers[name].data = row.new_empty(row.shape)
                 model_buffers[name].data.copy_(row.detach())
         self._rules.share_state(self.rows)
         with own_hooks():

@@ -57,6 +57,7 @@ class VmapRules:
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
         self._num_hooks = -1  # number of others' hooks at the last search for hooks
         self._alike = self._hooked = self._plain = self._have_frozen = False
+        self._is_repeated = False  # whether a module has several names
         self._loose: list[tuple[nn.Module, nn.Module, str]] = []  # attributes that must be compared for each pass
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
         self._chain: list[Layer] | None = None
@@ -101,6 +102,8 @@ class VmapRules:
             return False
         if tuple(map(Tensor.data_ptr, self._flat.parameters)) != self._flat.param_pointers:
             return False  # the program has set parameter.data for this pass
+        if self._is_repeated and self.chain is None:
+            return False  # functional_call would leave its tensors in the module
         return self._plain or (not plain_only and self._are_same())
 
     def share_state(self, rows: range) -> None:
@@ -145,6 +148,7 @@ class VmapRules:
         self._num_hooks = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
         first = modules[0]
+        self._is_repeated = len([*self._models[0].named_modules(remove_duplicate=False)]) > len(first)
         self._alike = all(len(own) == len(first) for own in modules) and self._have_rows() and not _have_views(first)
         pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
         self._alike = self._alike and all(_computes_alike(*pair) for pair in pairs)
@@ -174,12 +178,18 @@ def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _have_views(modules: Iterable[nn.Module]) -> bool:
-    """Whether a buffer shares memory with another tensor of the modules, which vmap would give memory of its own."""
+    """Whether buffers share memory, which vmap would give memory of their own, or an attribute has that of learner 0.
+
+    That is a tensor, also in a list or dict, which is a parameter or buffer or a view of one.
+    """
     buffers = {id(one): one for module in modules for one in module._buffers.values() if one is not None}
-    others = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, Tensor)}
-    kinds = [[one for one in kind.values() if torch._C._has_storage(one)] for kind in (buffers, others)]
-    held, kept = ([one.untyped_storage()._cdata for one in kind] for kind in kinds)
-    return len(set(held)) < len(held) or not set(held).isdisjoint(kept)
+    parameters = [one for module in modules for one in module._parameters.values() if one is not None]
+    others = tree_leaves([vars(module)[name] for module in modules for name in _public(module)])
+    kinds = ([one for one in kind if isinstance(one, Tensor)] for kind in (buffers.values(), parameters, others))
+    held, trained, kept = (
+        [one.untyped_storage()._cdata for one in kind if torch._C._has_storage(one)] for kind in kinds
+    )
+    return len(set(held)) < len(held) or not {*held, *trained}.isdisjoint(kept)
 
 
 def _breaks_vmap(module: nn.Module) -> bool:

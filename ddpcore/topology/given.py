@@ -59,7 +59,7 @@ class FromMatrix(Given):
         ]
         kept = None if weights is None else checked_weights("FromMatrix", weights)
         vars(self).update(_rounds=tuple(rounds), weights=kept)
-        self.validate(len(rounds))
+        self.validate(len(rounds), push_sum=kept is None)  # the strategy checks the rows, too
 
     def kept_weights(self, num_learners: int) -> Vector | None:
         """The given weights."""

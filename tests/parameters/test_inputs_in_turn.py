@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -80,10 +81,11 @@ class _Writes(nn.Linear):
         return result.sum()
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_gradients_of_what_a_model_writes_into_an_input(vectorize: bool) -> None:
+def test_gradients_of_what_a_model_writes_into_an_input() -> None:
     """As with each model alone, also at the second call, when the input has a graph. The models' own graphs stay."""
-    for how in ("fill", "part", "none") if vectorize else ("fill", "part", "none", "asks"):
+    for vectorize, how in product((True, False), ("fill", "part", "none", "asks")):
+        if vectorize and how == "asks":
+            continue  # torch refuses it inside of a transform
         together, inputs = learners(_Writes(4, 2), 3, vectorize), torch.randn(3, 5, 4)
         alone = copy.deepcopy(together.models)
         out, outs = torch.zeros(3, 5, 2), [torch.zeros(5, 2) for _ in range(3)]

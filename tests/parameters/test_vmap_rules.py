@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import copy
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -167,3 +168,89 @@ def test_global_hooks_run_in_turn() -> None:
         assert not takes_vmap(nn.Sequential(nn.Linear(4, 4)), vectorize=True)
     finally:
         handle.remove()
+
+
+def trained(model: nn.Module, strategy: Any, **options: Any) -> tuple[Any, list[Tensor]]:
+    """The handle after three steps of N learners, and the outputs and weights of all."""
+    torch.manual_seed(1)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=N, **options)
+    inputs, outputs = torch.randn(N, 5, 4), torch.zeros(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs = handle.model(inputs)
+        outputs.square().sum().backward()
+        optimizer.step()
+    return handle, [outputs.detach(), *(value for one in handle.models for value in one.state_dict().values())]
+
+
+class Aliased(nn.Module):
+    """It computes with tensors that a dict has, too."""
+
+    vectorizes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4))
+        self.register_buffer("sums", torch.zeros(4))
+        self.all = {"weights": [self.first, self.second], "sums": self.sums}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs @ self.all["weights"][0] * self.second
+        self.sums.add_(outputs.detach().sum(0))
+        return outputs
+
+
+class Growing(nn.Linear):
+    """Its buffer is as large as the batch."""
+
+    vectorizes = True
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("seen", torch.zeros(1, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        self.seen = outputs.detach()[: 5 - len(self.seen) % 3]
+        return outputs
+
+
+def repeated() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.LayerNorm(4), nn.Tanh(), layer, nn.Linear(4, 2))
+
+
+def test_models_that_keep_a_module_or_tensor_twice() -> None:
+    """They are right however learners run, step after step: also buffers that change their shape."""
+    makes: list[Any] = [repeated, Aliased, Growing]
+    for make, strategy in product(makes, (ddpcore.SSGD, ddpcore.LocalSGD)):
+        torch.manual_seed(0)
+        model = make()
+        _, wanted = trained(copy.deepcopy(model), strategy(), vectorize=False)
+        for vectorize in (None, True):
+            handle, found = trained(copy.deepcopy(model), strategy(), vectorize=vectorize)
+            assert all(isinstance(one, nn.Parameter) for one in handle.models[0].parameters())
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, msg=f"{make.__name__}, {vectorize}")
+
+
+def test_autocast_has_the_dtypes_of_a_model_alone() -> None:
+    together = learners(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), N, None)
+    inputs = torch.randn(N, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = together(inputs)
+        alone = torch.stack([model(row) for model, row in zip(together.models, inputs, strict=True)])
+    assert (found.dtype, alone.dtype) == (torch.bfloat16, torch.bfloat16) and torch.equal(found, alone)
+
+
+def test_an_error_in_vmap_says_how_models_run_in_turn() -> None:
+    class Asks(Plain):
+        vectorizes = True
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) if inputs.sum().item() else inputs
+
+    together = learners(Asks(), N, True)
+    with pytest.raises(RuntimeError, match=r"vmap.*; learners run in turn with vectorize=False\)$"):
+        together(torch.ones(N, 3, 4))

@@ -46,6 +46,28 @@ def test_the_equation(period: int) -> None:
     assert handle.learner.comm.bytes_sent == (7 // period) * 2 * 16 * 4  # gathered: two others, 16 floats
 
 
+def test_passes_of_a_step_that_renormalize_an_embedding() -> None:
+    """``max_norm`` changes weights in each forward pass: also with many passes in one step, as for a model alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(0, 1), nn.Linear(4, 2))
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), LocalSGD(8), learners=2)
+    inputs = torch.randint(9, (4, 9, 2, 5, 3))  # steps, passes, learners
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in alone]
+    for passes in inputs:
+        for optimizer in (handle.learner.optimizer, *optimizers):
+            optimizer.zero_grad()
+        for batch in passes:
+            handle.model(batch).square().sum().backward()
+            for one, own in zip(alone, batch, strict=True):
+                one(own).square().sum().backward()
+        for optimizer in (handle.learner.optimizer, *optimizers):
+            optimizer.step()
+    for one, plain in zip(handle.models, alone, strict=True):
+        for mine, theirs in zip(one.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("period", [0, -1])
 def test_impossible_periods(period: int) -> None:
     with pytest.raises(ValueError, match=f"period is {period}"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ddpcore
-from ddpcore import DPSGD, OnePeerExponential, PushSum, Ring, Round, Topology
+from ddpcore import DPSGD, FromMatrix, OnePeerExponential, PushSum, Ring, Round, Topology
 from helpers import training
 
 N = 4
@@ -100,6 +100,42 @@ def test_ordinary_gossip_refuses_a_directed_graph() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"push.?sum|row 0 sums"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(Digraph()), learners=N)
+
+
+def test_a_matrix_whose_columns_alone_sum_to_one() -> None:
+    matrix, model = FromMatrix([[0.9, 0.2], [0.1, 0.8]]), nn.Linear(4, 1)
+    assert matrix.spectral_gap(2) == pytest.approx(0.3)  # its eigenvalues are 1 and 0.7
+    with pytest.raises(ValueError, match="row 0 sums to 1.1, make it sum to 1, or use push-sum: the columns do"):
+        ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(matrix), learners=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    handle = ddpcore.distribute(model, optimizer, PushSum(matrix), learners=2)
+    starts = [torch.full((1, 4), start) for start in (1.0, 3.0)]
+    for one, start in zip(handle.models, starts, strict=True):
+        one.load_state_dict({"weight": start, "bias": torch.zeros(1)})
+    for _ in range(60):
+        handle.backward([outputs.sum() for outputs in handle.model(torch.ones(2, 3, 4))])
+        optimizer.step()
+    assert all(torch.allclose(one.weight, torch.full((1, 4), 2.0)) for one in handle.models)
+
+
+def test_after_a_step_that_failed_the_weights_are_those_before() -> None:
+    """A hook of the program raises, as Ctrl-C does, in the middle of the step."""
+    handle, _, _ = trained(PushSum(Digraph()), 3, 0.1)
+    optimizer, inputs = handle.learner.optimizer, torch.randn(N, 2, 4)
+    before = [one.weight.detach().clone() for one in handle.models]
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    optimizer.register_step_pre_hook(interrupt)
+    for is_training in (False, True):
+        handle.model(inputs).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with torch.set_grad_enabled(is_training):
+            handle.model(inputs)
+        for one, weight in zip(handle.models, before, strict=True):
+            torch.testing.assert_close(one.weight, weight)
 
 
 def test_columns_that_lose_weight_are_refused() -> None:

@@ -258,7 +258,8 @@ def sharpness_aware_minimization(run: Run) -> None:
         inputs, labels = run.batch(step)
         for factor in (0.05, -0.05):
             optimizer.zero_grad()
-            run.backward(run.loss(run.model(inputs), labels))
+            for _ in range(2):  # micro-batches
+                run.backward(run.loss(run.model(inputs), labels) / 2)
             optimizer.perturb(factor)
         run.step()
 
