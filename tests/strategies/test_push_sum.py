@@ -105,7 +105,7 @@ def test_ordinary_gossip_refuses_a_directed_graph() -> None:
 def test_a_matrix_whose_columns_alone_sum_to_one() -> None:
     matrix, model = FromMatrix([[0.9, 0.2], [0.1, 0.8]]), nn.Linear(4, 1)
     assert matrix.spectral_gap(2) == pytest.approx(0.3)  # its eigenvalues are 1 and 0.7
-    with pytest.raises(ValueError, match="row 0 sums to 1.1, make it sum to 1, or use push-sum: the columns do"):
+    with pytest.raises(ValueError, match=r"row 0 sums to 1\.1, make it sum to 1, or use push-sum: the columns do"):
         ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), DPSGD(matrix), learners=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     handle = ddpcore.distribute(model, optimizer, PushSum(matrix), learners=2)
