@@ -43,10 +43,8 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     if requested == "nccl" and device != "cuda":
         raise ValueError("--backend nccl needs a GPU for each rank and the model is on the CPU: use --backend gloo")
     if requested == "nccl" and num_gpus < world_size:
-        raise ValueError(
-            f"--backend nccl needs a GPU for each of {world_size} ranks and {num_gpus} are visible: "
-            "use --backend virtual, or a smaller --world-size"
-        )
+        what = f"--backend nccl needs a GPU for each of {world_size} ranks and {num_gpus} are visible"
+        raise ValueError(f"{what}: use --backend virtual, or a smaller --world-size")
     if requested != "auto":
         return Choice(requested, "as requested")
     if device != "cuda":

@@ -157,10 +157,8 @@ def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Ten
 def _check_reached(learner: Learner, reached: set[int]) -> None:
     """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
     if missing := sorted(set(filter(learner.comm.reads, range(learner.flat.num_rows))) - reached):
-        raise ValueError(
-            f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}: call handle.model, or each "
-            "of handle.models, and return the sum of all losses"
-        )
+        what = f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}"
+        raise ValueError(f"{what}: call handle.model, or each of handle.models, and return the sum of all losses")
 
 
 def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -297,10 +295,8 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
     if all(gradient is None for gradient in gradients):
         raise ValueError("the loss uses no weight of the model (it may call a copy): call the same model in the loss")
     if cut:
-        raise ValueError(
-            f"{cut[0]} of the model has no second derivative, which would be taken for zero: let its backward() "
-            "compute with torch alone, without once_differentiable, detach(), .data and numpy"
-        )
+        advice = "let its backward() compute with torch alone, without once_differentiable, detach(), .data and numpy"
+        raise ValueError(f"{cut[0]} of the model has no second derivative, which would be taken for zero: {advice}")
     return gradients
 
 

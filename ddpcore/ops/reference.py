@@ -187,10 +187,8 @@ def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[.
             if peers is not None:
                 fixed = [masters, shared.get("state_firsts"), options.get("passes", "both") != "both"]
                 if any(fixed) or any(shared.get(name) is not None for name in ("grad_scale", "found_inf")):
-                    raise RuntimeError(
-                        "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: "
-                        "call mix_ first, and then the step without a mix"
-                    )
+                    what = "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes"
+                    raise RuntimeError(f"{what}: call mix_ first, and then the step without a mix")
                 params = _mixed(params, peers, **mix)
             if "exp_avgs" in names and not steps:
                 raise RuntimeError("ddpcore: steps must have the length of group_sizes")

@@ -156,10 +156,9 @@ def order_of(index: int, own: Group, loaded: Group) -> Group:
     names = list(map(plain_name, own["param_names"]))
     if lacking := [name for name in names if name not in numbers]:
         others = [name for name in numbers if name not in names]
-        raise ValueError(
-            f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}: load the state of "
-            "the same model with the same groups, or rename param_names in the file"
-        )
+        what = f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}"
+        advice = "load the state of the same model with the same groups, or rename param_names in the file"
+        raise ValueError(f"{what}: {advice}")
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
 
 
@@ -236,10 +235,8 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
     """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
     if foreign := [name for name in state if name not in (*buffers, "step", "master")]:
-        raise ValueError(
-            f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
-            f"{', '.join(buffers)}"
-        )
+        what = f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer"
+        raise ValueError(f"{what}: this one keeps {', '.join(buffers)}")
     needed = (*buffers, "step") if "exp_avg" in buffers else ()
     missing = [name for name in needed if state.get(name) is None]
     if missing and len(missing) < len(needed):

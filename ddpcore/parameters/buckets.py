@@ -112,10 +112,9 @@ class GradientBuckets:
         elif index in self._seen:
             return
         if gradient.requires_grad:
-            raise RuntimeError(
-                "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
-                "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
-            )
+            what = "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost"
+            advice = "take torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
+            raise RuntimeError(f"{what}: {advice}")
         self._seen.add(index)
         self._rows.add(row)
         if not self.waits or (gradient.numel() >= LARGE and not self._takes):

@@ -451,15 +451,11 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
         if parameter.device != first.device:
-            raise ValueError(
-                f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device}): "
-                "move the model to one device"
-            )
+            what = f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device})"
+            raise ValueError(f"{what}: move the model to one device")
         if parameter.dtype != first.dtype:
-            raise ValueError(
-                f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
-                "convert the model to one"
-            )
+            what = f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype})"
+            raise ValueError(f"{what}: convert the model to one")
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "

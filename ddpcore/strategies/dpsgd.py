@@ -204,10 +204,8 @@ class DPSGD(GradientAverages):
         self.topology.validate(num_learners)
         codec = self.compression
         if codec is not None and codec.differences and self.topology.period(num_learners) != 1:
-            raise ValueError(
-                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them: take a "
-                "fixed topology (ring), or bf16 or int8 without error feedback"
-            )
+            what = f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them"
+            raise ValueError(f"{what}: take a fixed topology (ring), or bf16 or int8 without error feedback")
         if self.staleness:
             check_stale(self.topology, num_learners)
 

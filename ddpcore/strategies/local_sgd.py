@@ -30,10 +30,8 @@ def _filled(rows: Tensor, fill: Callable[[], object]) -> Tensor:
 def _check_rounds(topology: object, then: object, outer: object, restart: int, codec: Codec | None) -> None:
     """Check what a round sends, and what it does after its first average."""
     if codec is not None and (outer is None or topology is not None):
-        raise ValueError(
-            f"local_sgd: compression is {codec.name}: it sends changes of an anchor that all learners share: "
-            "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
-        )
+        what = f"local_sgd: compression is {codec.name}: it sends changes of an anchor that all learners share"
+        raise ValueError(f"{what}: pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology")
     check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
     topology_of("local_sgd: then", then)
     if then is not None and topology is None:

@@ -165,10 +165,8 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
         size = strategy.plan(step).gradients
         _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
     if any(run.sent) and not strategy.traits.averages_gradients and not run.counts["checks"]:
-        raise AssertionError(
-            f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
-            "are not finite reach no neighbour"
-        )
+        what = f"{where}: weights are sent and learner.check_sent() is never called"
+        raise AssertionError(f"{what}: call it before, so that numbers that are not finite reach no neighbour")
 
 
 def _check_gradients(says: str, size: int, rows: Sequence[Tensor | None]) -> None:
@@ -179,10 +177,8 @@ def _check_gradients(says: str, size: int, rows: Sequence[Tensor | None]) -> Non
         is_equal = bool((row - before).abs().max() <= 1e-5 * row.abs().max())
         if is_equal != (learner % size > 0):
             found = "are equal" if is_equal else "differ"
-            raise AssertionError(
-                f"{says}, and the gradients of learners {learner - 1} and {learner} {found} after that step: define "
-                "plan() as the strategy averages them"
-            )
+            what = f"{says}, and the gradients of learners {learner - 1} and {learner} {found} after that step"
+            raise AssertionError(f"{what}: define plan() as the strategy averages them")
 
 
 def _check_alone(
