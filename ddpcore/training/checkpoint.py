@@ -151,10 +151,8 @@ class Checkpoints:
             return found, [self._load(found, member, device) for member in members]
         if members != self.members:
             which = f", of learners {list(members)}," if len(members) == len(self.members) else ""
-            raise ValueError(
-                f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which} and these are "
-                f"{len(self.members)}: resume with as many"
-            )
+            what = f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which}"
+            raise ValueError(f"{what} and these are {len(self.members)}: resume with as many")
         return found, self._load(found, self.rank, device)
 
     def _load(self, step: int, rank: int, device: torch.device | str) -> Any:

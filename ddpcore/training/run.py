@@ -222,10 +222,9 @@ def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) ->
     if not resume or own == theirs:
         return config.difference(known)
     if config.data.sampler != SAMPLERS[0] or config.data.shards != SHARDS[0]:
-        raise ValueError(
-            f"strategy.learners is {own}, not {theirs}, and each learner has samples of its own: resume with {theirs} "
-            f"learners; only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
-        )
+        what = f"strategy.learners is {own}, not {theirs}, and each learner has samples of its own"
+        deals = f"only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
+        raise ValueError(f"{what}: resume with {theirs} learners; {deals}")
     return config.difference({**known, "strategy": {**known.get("strategy", {}), "learners": own}})
 
 
