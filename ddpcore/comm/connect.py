@@ -174,9 +174,8 @@ def _connect_elastic(
         raise ValueError("on_failure='shrink' takes one learner on each rank: leave learners= or group= out")
     assert num is not None
     if membership is not None and (group is None or len(membership.members) != num):
-        raise ValueError(
-            f"the run has {len(membership.members)} learners left, {list(membership.members)}: start as many ranks"
-        )
+        what = f"the run has {len(membership.members)} learners left, {list(membership.members)}"
+        raise ValueError(f"{what}: start as many ranks")
     if membership is None and num <= LEAST:
         raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
     if group is None:
