@@ -261,12 +261,10 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
     if not live:  # parameters without elements
         return [None] * len(parameters)
     outputs, num = [g for g, _ in live], len(live[0][1])
-    rows = [
-        torch.autograd.grad(
-            outputs, parameters, [v[index] for _, v in live], retain_graph=index + 1 < num, allow_unused=True
-        )
-        for index in range(num)
-    ]
+    rows = []
+    for index in range(num):
+        along, is_last = [v[index] for _, v in live], index + 1 == num
+        rows.append(torch.autograd.grad(outputs, parameters, along, retain_graph=not is_last, allow_unused=True))
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
@@ -323,9 +321,8 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
     result = loss()
     for part in result if isinstance(result, Iterator) else (result,):
         if not isinstance(part, Tensor) or part.numel() != 1 or not part.requires_grad:
-            raise ValueError(
-                "loss= and full_loss= must return one number with a graph, or yield its parts: call the model inside"
-            )
+            what = "loss= and full_loss= must return one number with a graph, or yield its parts"
+            raise ValueError(f"{what}: call the model inside")
         yield part.reshape(())
 
 

@@ -116,9 +116,8 @@ def tensor_steps(
     _check(params, grads, group_sizes, *others, masters)
     fits = not state_firsts or (len(state_firsts) == len(params) and not masters and bool(steps))
     if not fits or any(first < 0 or first % 4 != 0 for first in state_firsts):
-        raise RuntimeError(
-            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
-        )
+        what = "state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
+        raise RuntimeError(f"ddpcore: {what}")
     if found_inf is not None and bool(found_inf):
         return
     factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)

@@ -276,10 +276,8 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
     if param.ndim < 2:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
     if param.ndim == 3 and group["batched"] is None:
-        raise ValueError(
-            f"parameter {name} has three dimensions: give its group batched=True if it is {len(param)} matrices, or "
-            "batched=False if it is the kernel of a convolution"
-        )
+        kinds = f"batched=True if it is {len(param)} matrices, or batched=False if it is the kernel of a convolution"
+        raise ValueError(f"parameter {name} has three dimensions: give its group {kinds}")
     if group["batched"] and param.ndim != 3:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions; batched=True takes [E, M, N]: leave it out")
     if is_dtensor(param):

@@ -39,10 +39,9 @@ def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) ->
         problem = f"state_dict: {name} of parameter {index} is {what}"
         raise ValueError(f"{problem}: load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict")
     if is_dtensor(param) and (placements_of(value), mesh_of(value)) != (placements_of(param), mesh_of(param)):
-        raise ValueError(
-            f"state_dict: {name} of parameter {index} is laid out as {placements_of(value)} on {mesh_of(value)}, and "
-            f"the parameter as {placements_of(param)} on {mesh_of(param)}: redistribute it first"
-        )
+        there = f"laid out as {placements_of(value)} on {mesh_of(value)}"
+        here = f"the parameter as {placements_of(param)} on {mesh_of(param)}"
+        raise ValueError(f"state_dict: {name} of parameter {index} is {there}, and {here}: redistribute it first")
 
 
 def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int]]:
@@ -54,10 +53,8 @@ def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int
     dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
     plain = [dim for dim in dims if type(placements[dim]).__name__ == "Shard"]
     late = [dim for dim in dims if dim not in plain]  # FSDP divides what tensor parallelism has divided
-    after = [
-        math.prod(mesh.size(it) for it in plain if it > dim and placements[it].dim == placements[dim].dim)
-        for dim in late
-    ]
+    inner = [[it for it in plain if it > dim and placements[it].dim == placements[dim].dim] for dim in late]
+    after = [math.prod(map(mesh.size, found)) for found in inner]
     if len(late) > 1 or after != [placements[dim].split_factor for dim in late] or after == [1]:
         what = f"parameter {name} is laid out as {placements}, and Muon takes what torch.chunk divides"
         raise ValueError(f"{what}: put it in a group with rule='adamw'")

@@ -161,10 +161,9 @@ class GradientBuckets:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
         refuse_compiled_autograd()
         if self.waits and self.is_open:
-            raise RuntimeError(
-                "the backward pass runs on the graph of an earlier pass that failed, or inside another one, so its "
-                "gradients are wrong: call zero_grad() and the model again; checkpoints need use_reentrant=False"
-            )
+            what = "the backward pass runs on the graph of an earlier pass that failed, or inside another one"
+            advice = "call zero_grad() and the model again; checkpoints need use_reentrant=False"
+            raise RuntimeError(f"{what}, so its gradients are wrong: {advice}")
         self._pass, self._takes = current, self._in_place()  # whether large gradients of this pass stay where they lie
         if is_new:
             self.restart()

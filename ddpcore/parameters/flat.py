@@ -457,10 +457,9 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
             what = f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype})"
             raise ValueError(f"{what}: convert the model to one")
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
-                "bits: convert it, or freeze it with requires_grad_(False)"
-            )
+            takes = "flat buffers take real floating-point parameters of 16 to 64 bits"
+            advice = "convert it, or freeze it with requires_grad_(False)"
+            raise ValueError(f"parameter {name} is {parameter.dtype}: {takes}: {advice}")
         if parameter.numel() and not parameter.data_ptr():
             raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         if not _is_dense(parameter):

@@ -330,10 +330,9 @@ def check_agents() -> None:
     """Raise UsageError if ranks of torchrun cannot go on without each other: its agent ends all when one dies."""
     world = torchrun_world() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if world is not None and world.local_world_size == world.world_size > 1:
-        raise UsageError(
-            "on_failure='shrink' under one torchrun: it ends all its ranks when one dies, so start a torchrun for each "
-            "rank with --nproc-per-node 1, see docs/multihost.md, or start ranks with --world-size"
-        )
+        what = "on_failure='shrink' under one torchrun: it ends all its ranks when one dies"
+        advice = "start a torchrun for each rank with --nproc-per-node 1, see docs/multihost.md"
+        raise UsageError(f"{what}, so {advice}, or start ranks with --world-size")
 
 
 def _wait(ranks: Sequence[_Rank], on_failure: str) -> None:

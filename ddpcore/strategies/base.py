@@ -241,11 +241,9 @@ def topology_of(name: str, topology: Any, default: Callable[[], Topology | None]
 def warn_of_growth(strategy: Any, num_learners: int) -> None:
     """Warn if the learners of an outer step with momentum move apart."""
     if strategy.differences_grow(num_learners):
-        warnings.warn(
-            f"{strategy.name}: outer_momentum is {strategy.outer_momentum:g}: with {num_learners} learners and "
-            f"{strategy.topology!r} the differences between learners grow without any gradient: take less",
-            stacklevel=2,
-        )
+        what = f"{strategy.name}: outer_momentum is {strategy.outer_momentum:g}"
+        why = f"with {num_learners} learners and {strategy.topology!r} the differences between learners grow"
+        warnings.warn(f"{what}: {why} without any gradient: take less", stacklevel=2)
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
@@ -268,9 +266,8 @@ def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> Non
     if num_learners % size:
         raise ValueError(f"{name}: group is {size} of {num_learners} learners: take a divisor of {num_learners}")
     if num_rows % size and size % num_rows:
-        raise ValueError(
-            f"{name}: group is {size} and a rank holds {num_rows} learners: take a divisor or a multiple of {num_rows}"
-        )
+        what = f"{name}: group is {size} and a rank holds {num_rows} learners"
+        raise ValueError(f"{what}: take a divisor or a multiple of {num_rows}")
 
 
 class Baseline(ABC):

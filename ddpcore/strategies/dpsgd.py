@@ -179,10 +179,8 @@ class DPSGD(GradientAverages):
     def traits(self) -> Traits:
         codec, no_deaths = self.compression, NO_DEATHS_IN_GROUPS if self.group > 1 else ""
         if codec is not None and codec.differences:
-            no_deaths = (
-                f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them: "
-                "take bf16 or int8 without error feedback"
-            )
+            why = f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them"
+            no_deaths = f"{why}: take bf16 or int8 without error feedback"
         return Traits(
             averages_gradients=self.group > 1,
             group=self.group,

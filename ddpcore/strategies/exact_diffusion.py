@@ -76,10 +76,9 @@ class ExactDiffusion(Strategy):
             raise ValueError(f"{what}: take ring, or gradient_tracking")
         least = float(np.linalg.eigvalsh(mixing.dense())[0])
         if least <= -1 / 3 + TOLERANCE:
-            raise ValueError(
-                f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
-                f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
-            )
+            what = f"the least eigenvalue of {self.topology!r} with {num_learners} learners is {least:.3g}"
+            why = "and lazy=False (D2) diverges unless it is above -1/3"
+            raise ValueError(f"exact_diffusion: {what}, {why}: take lazy=True")
 
     @override
     def after_step(self, learner: Learner) -> None:

@@ -171,10 +171,8 @@ class LocalSGD(GradientAverages):
         if not no_deaths and (self.overlap or self.compression is not None):
             no_deaths = "on_failure='shrink' needs averages that end in their step: leave overlap and compression out"
         elif not no_deaths and self.topology is not None and self.outer is not None:
-            no_deaths = (
-                "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
-                "one: leave topology or outer out"
-            )
+            why = "which on_failure='shrink' cannot give to another one: leave topology or outer out"
+            no_deaths = f"with topology each learner has an anchor of its own, {why}"
         return Traits(
             averages_gradients=self.switch_step > 0 or self.group > 1,
             group=self.group,
@@ -233,12 +231,9 @@ class LocalSGD(GradientAverages):
             return
         flat, comm = learner.flat, learner.comm
         self._parts = [Part(0, 0, flat.numel)] if self.fragments == 1 else parts_of(flat, self.fragments)
-        self._copies = [
-            comm.allocate((len(flat.param_LP), end - begin), flat.param_LP.dtype, flat.param_LP.device)
-            if (self.overlap or self.alpha) and self.compression is None
-            else None
-            for _, begin, end in self._parts
-        ]
+        are_kept = (self.overlap or self.alpha) and self.compression is None
+        shapes, like = [(len(flat.param_LP), end - begin) for _, begin, end in self._parts], flat.param_LP
+        self._copies = [comm.allocate(shape, like.dtype, like.device) if are_kept else None for shape in shapes]
         self._counts = [torch.zeros(len(comm.learners), dtype=torch.float64, device="cpu") for _ in self._parts]
         if self.weights is not None and not isinstance(self.weights, str):
             learner.shares = shares_of(self.name, self.weights, learner, None)

@@ -132,11 +132,8 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
 
 def _by_name(name: str, fragments: Sequence[Sequence[str]]) -> int:
     """The fragment of a parameter."""
-    found = [
-        number
-        for number, prefixes in enumerate(fragments)
-        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
-    ]
+    inside = [any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes) for prefixes in fragments]
+    found = [number for number, is_inside in enumerate(inside) if is_inside]
     if len(found) != 1:
         where = f"fragments {' and '.join(map(str, found))}" if found else "no fragment"
         raise ValueError(f"local_sgd: fragments: parameter {name} is in {where}: name it, or its module, once")

@@ -157,10 +157,8 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
     silent = [step for step in range(SAID_STEPS) if said[step] and not run.sent[step]]
     if strategy.traits.waits and silent:
-        raise AssertionError(
-            f"{where}: plan({silent[0]}).weights is true and nothing is sent in that step, so policies would average "
-            "without the weights: define plan()"
-        )
+        what = f"plan({silent[0]}).weights is true and nothing is sent in that step"
+        raise AssertionError(f"{where}: {what}, so policies would average without the weights: define plan()")
     for step in range(SAID_STEPS):
         size = strategy.plan(step).gradients
         _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
@@ -212,7 +210,5 @@ def _demand(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> Non
     rows = (ours - reference).abs().reshape(len(ours), -1).amax(dim=1)
     worst = rows.max().item()
     if not worst <= tolerance:  # NaN too
-        raise AssertionError(
-            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from the {what} of virtual learners in one "
-            f"run: at most {tolerance:g} is allowed"
-        )
+        those = f"the {what} of virtual learners in one run: at most {tolerance:g} is allowed"
+        raise AssertionError(f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from {those}")

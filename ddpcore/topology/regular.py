@@ -142,9 +142,8 @@ class Hypercube(Static):
         """log2 n dimensions of length 2."""
         num_bits = (num_learners - 1).bit_length()
         if num_learners != 1 << num_bits:
-            raise ValueError(
-                f"Hypercube: {num_learners} learners are no power of two: take {1 << num_bits}, or StaticExponential"
-            )
+            what = f"Hypercube: {num_learners} learners are no power of two"
+            raise ValueError(f"{what}: take {1 << num_bits}, or StaticExponential")
         return (2,) * num_bits or (1,)
 
 
