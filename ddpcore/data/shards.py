@@ -103,7 +103,6 @@ class ShardedBatches:
             raise ValueError(f"{last} is not a multiple of {learners} learners: set drop_last")
 
     def _check_size(self, batch: int) -> None:
-        """Check one batch size."""
         samples, learners = self.num_samples, self.num_learners
         if batch > samples:
             most = samples - samples % learners

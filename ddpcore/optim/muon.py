@@ -288,7 +288,6 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
 
 
 def _check_options(group: Group) -> None:
-    """Raise ValueError, with name and value, if an option of the group is invalid."""
     check_choice("rule", group["rule"], RULES)
     check_lr(group["lr"])
     check_number("weight_decay", group["weight_decay"])

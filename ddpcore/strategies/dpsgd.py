@@ -69,8 +69,6 @@ def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
 
 
 class _Pending(NamedTuple):
-    """An exchange in progress."""
-
     exchange: Exchange
     sent: Tensor
     published_LP: Tensor | None  # the values of what was sent; None if the weights were
