@@ -134,11 +134,9 @@ def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
     for place, attributes in places:
         for key, value in attributes.items():
             if key not in _REGISTERED and _holds(value, own):
-                raise ValueError(
-                    f"{place}: {key} is or has a function that holds the model itself, so {what} would use its "
-                    "weights: make it a method, or take the module from the function's arguments, or set it on each "
-                    "of handle.models after distribute()"
-                )
+                why = f"is or has a function that holds the model itself, so {what} would use its weights"
+                advice = "take the module from the function's arguments, or set it on each of handle.models"
+                raise ValueError(f"{place}: {key} {why}: make it a method, or {advice} after distribute()")
 
 
 def _holds(value: Any, own: set[int]) -> bool:
