@@ -83,12 +83,8 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     learner = learner_of(model.parameters())
     was_paused = learner is not None and learner.hooks_paused
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    found = [(module._buffers, *one) for module in model.modules() for one in module._buffers.items()]
+    buffers = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in found if buffer is not None]
     before = RandomState(device)
     try:
         if learner is not None:

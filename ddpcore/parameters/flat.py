@@ -117,11 +117,8 @@ class FlatParameters:
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter, in the order of ``parameters``, of any buffer with the layout of ``param_LP``."""
         start, step = int(buffer_LP.storage_offset()), buffer_LP.stride(0)
-        return tuple(
-            buffer_LP.as_strided(s.shape, s.stride, start + row * step + s.offset)
-            for row in range(len(buffer_LP))
-            for s in self.segments
-        )
+        places = ((start + row * step, s) for row in range(len(buffer_LP)) for s in self.segments)
+        return tuple(buffer_LP.as_strided(s.shape, s.stride, begin + s.offset) for begin, s in places)
 
     def stacks_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view ``[L, *S]`` per segment, of all learners, of any buffer with the layout of ``param_LP``."""

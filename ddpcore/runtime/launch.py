@@ -239,9 +239,8 @@ def _run_rank(
 
 def _start(run_rank: Callable[..., None], world_size: int, on_failure: str, forks: bool) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
-    store = dist.TCPStore(
-        LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     # The path of a server's socket must be short. It imports torch alone: its sys.path is not this process's.
     forks = forks and not torch.cuda.device_count() and len(tempfile.gettempdir()) <= 70
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
