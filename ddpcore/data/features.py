@@ -101,9 +101,7 @@ def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: 
     return Split(torch.from_numpy(inputs), torch.from_numpy(labels))
 
 
-def _read(
-    path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def _read(path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and labels of a file. What the file claims is checked before anything is allocated."""
     try:
         content = open_file(path)
