@@ -5,10 +5,8 @@ from importlib.util import find_spec
 from pathlib import PurePath
 
 if find_spec("torch") is None:
-    _REASON = (
-        f"ddpcore: {sys.executable} has no torch: in a checkout run make install and source .venv/bin/activate, "
-        "elsewhere pip install torch"
-    )
+    _ADVICE = "in a checkout run make install and source .venv/bin/activate, elsewhere pip install torch"
+    _REASON = f"ddpcore: {sys.executable} has no torch: {_ADVICE}"
     if PurePath(sys.argv[0]).name in ("-m", "ddpcore"):  # a command prints one line, without a traceback
         raise SystemExit(_REASON)
     raise ModuleNotFoundError(_REASON, name="torch")

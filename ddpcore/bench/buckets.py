@@ -120,12 +120,9 @@ def run_rank(world: World, resolved: ResolvedConfig, config: BucketsConfig) -> N
         seconds = {name: computes[compute_of(name)].block_seconds for name in resolved.strategies}
         rows = [row_of(one, seconds[one["strategy"]], config.steps) for one in measured]
         where = command.environment(resolved)
-        where["notes"] += [
-            f"{row['strategy']}: {', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as "
-            f"{size_name(row['bucket_mb'])} and are not measured"
-            for row in rows
-            if row["same_buckets_mb"]
-        ]
+        for row in [row for row in rows if row["same_buckets_mb"]]:
+            alike = f"{', '.join(map(size_name, row['same_buckets_mb']))} would build the same buckets as"
+            where["notes"].append(f"{row['strategy']}: {alike} {size_name(row['bucket_mb'])} and are not measured")
         result = {
             "environment": where,
             "model": resolved.training.model.name,
@@ -198,10 +195,8 @@ def recommend(strategy: str, measured: Sequence[dict[str, Any]]) -> dict[str, An
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
-    title = (
-        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}, "
-        f"{result['rounds']} interleaved rounds"
-    )
+    about = f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}"
+    title = f"{about}, {result['rounds']} interleaved rounds"
     asked = ("largest bucket", "step ms p20/p50/p80", "exposed ms", "hidden")
     table = table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), asked=asked)
     return [*command.environment_lines(result["environment"]), table, recommendation(result["recommended"])]

@@ -102,10 +102,8 @@ def _test_error_pct(config: DemoConfig, dataset: Dataset, strategy: str, lr: flo
 
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
-    title = (
-        f"{result['learners']} learners x {result['batch_size']} handwritten digits, {result['steps']} steps, "
-        f"{result['seeds']} seeds"
-    )
+    samples = f"{result['learners']} learners x {result['batch_size']} handwritten digits"
+    title = f"{samples}, {result['steps']} steps, {result['seeds']} seeds"
     return [table_of(_COLUMNS, result["rows"], title=title, left=("strategy",), group="lr"), seen(result)]
 
 

@@ -46,12 +46,9 @@ def slow_ranks(seconds: Sequence[float], hosts: Sequence[str]) -> list[str]:
     """The ranks whose computation takes much longer than the median of all: seconds of the same work, and hosts."""
     middle = median_low(seconds)
     least = middle + max(SLOW_RANK_SECONDS, SLOW_RANK_SHARE * middle)
-    return [
-        f"rank {rank} on {host} is slow: {1e3 * own:.0f} ms for work that takes {1e3 * middle:.0f} ms elsewhere: see "
-        f"what else runs there (top, nvidia-smi)"
-        for rank, (own, host) in enumerate(zip(seconds, hosts, strict=True))
-        if own > least
-    ]
+    why = f"ms for work that takes {1e3 * middle:.0f} ms elsewhere: see what else runs there (top, nvidia-smi)"
+    ranks = enumerate(zip(seconds, hosts, strict=True))
+    return [f"rank {rank} on {host} is slow: {1e3 * own:.0f} {why}" for rank, (own, host) in ranks if own > least]
 
 
 def waited_for(own: Mapping[int, tuple[float, ...]], waiting: Mapping[int, float]) -> list[str]:

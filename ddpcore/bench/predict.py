@@ -173,10 +173,8 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
     assert isinstance(strategy, Strategy)
     assert learner is not None
     first, period = learner.step, config.period
-    plans = [
-        [strategy.plan(step) for step in range(begin, begin + period)]
-        for begin in range(first, first + config.rounds * period, period)
-    ]
+    begins = range(first, first + config.rounds * period, period)
+    plans = [[strategy.plan(step) for step in range(begin, begin + period)] for begin in begins]
     comm, flat, steps = learner.comm, learner.flat, count()
 
     def exchanged() -> WeightAverage:
@@ -202,11 +200,8 @@ def steps_of(plans: Sequence[Plan], parts: Parts[Transfer], sizes: Sequence[int]
     """What is sent in each step. ``overlaps``: weights are sent during the computation, see :class:`ddpcore.Traits`."""
     # Averages that run at the same time are faster than one after the other; each gets its share of that time.
     total = sum(message.seconds for message in parts["messages"]) or math.inf
-    messages = [
-        Transfer(seconds=one.seconds / total * together.seconds, cpu=one.seconds / total * together.cpu)
-        for together in parts["together"]
-        for one in parts["messages"]
-    ]
+    pairs = [(one.seconds / total, together) for together in parts["together"] for one in parts["messages"]]
+    messages = [Transfer(seconds=share * whole.seconds, cpu=share * whole.cpu) for share, whole in pairs]
     hidden, after = None, next(iter(parts["average"]), None)
     if overlaps and after is not None:
         hidden = next(iter(parts["exchange"]), after)
@@ -259,11 +254,9 @@ def _slowest(ranks: Sequence[Sequence[Transfer]]) -> list[Transfer]:
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """What the terminal and the page show of a result, as in the JSON file."""
     parts = result["compute_ms"]
-    title = (
-        f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}: without "
-        f"communication forward {parts['forward']:.2f} + backward {parts['backward']:.2f} + update "
-        f"{parts['update']:.2f} ms"
-    )
+    about = f"{result['model']}, {result['world_size']} ranks, global batch {result['batch_size']}"
+    times = " + ".join(f"{name} {parts[name]:.2f}" for name in ("forward", "backward", "update"))
+    title = f"{about}: without communication {times} ms"
     rows = result["rows"]
     asked = ("predicted ms", "measured ms p20/p50/p80", "error")
     table = table_of(_COLUMNS, rows, title=title, left=("strategy", "transport"), asked=asked)
@@ -290,10 +283,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     (ours, theirs), fastest = [[min(side, key=key) for side in (weights, gradients)] for key in keys]
     predicted, measured = (key(ours) / key(theirs) for key in keys)
     answer = {2: "yes", 0: "no"}.get((predicted < 1) + (measured < 1), "not clear")
-    line = (
-        f"will it pay: {answer}: a step of {case_name(ours)} takes {predicted:.2f} of the time of {case_name(theirs)} "
-        f"as predicted, and {measured:.2f} as measured"
-    )
+    shares = f"{predicted:.2f} of the time of {case_name(theirs)} as predicted, and {measured:.2f} as measured"
+    line = f"will it pay: {answer}: a step of {case_name(ours)} takes {shares}"
     if fastest != [ours, theirs]:
         line += f"; the fastest as measured are {case_name(fastest[0])} and {case_name(fastest[1])}: "
         line += f"{keys[1](fastest[0]) / keys[1](fastest[1]):.2f}"

@@ -12,10 +12,8 @@ from ddpcore.display.table import MISSING, Cell, Row, number, spread, table_of
 def parts(result: dict[str, Any]) -> list[Table | str]:
     """The machine, notes, a table of the ratios, and one of the bandwidths of ddpcore's steps."""
     here, rows = result["environment"], result["rows"]
-    machine = (
-        f"{here['device']}, {here['threads']} of {here['cores']} cores; torch {here['torch']}, ddpcore "
-        f"{here['ddpcore']} ({here['commit'] or 'installed'}); {here['dtype']}"
-    )
+    versions = f"torch {here['torch']}, ddpcore {here['ddpcore']} ({here['commit'] or 'installed'})"
+    machine = f"{here['device']}, {here['threads']} of {here['cores']} cores; {versions}; {here['dtype']}"
     apart = sum(row["ms"]["p80"] > 2 * row["ms"]["p20"] for row in rows)
     doubt = f"busy machine: in {apart} of {len(rows)} rows the p80 is more than twice the p20, and a ratio says little"
     titles = {about["list"]: about["title"] for about in result["lists"]}

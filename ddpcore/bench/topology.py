@@ -98,15 +98,12 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     rows = result["rows"]
     names = [row["topology"] for row in rows]
     gaps = Series(name="spectral gap", x=names, y=[row["spectral_gap"] for row in rows])
-    drawings = [
-        network(
-            f"{row['topology']}{'' if row['period'] == 1 else ' (all rounds)'}, spectral gap {row['spectral_gap']:.4g}",
-            row["num_learners"],
-            row["edges"],
-        )
-        for row in rows
-        if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN
-    ]
+    drawings = []
+    for row in rows:
+        if row.get("edges") is not None and row["num_learners"] <= MOST_DRAWN:
+            name = row["topology"] + ("" if row["period"] == 1 else " (all rounds)")
+            title = f"{name}, spectral gap {row['spectral_gap']:.4g}"
+            drawings.append(network(title, row["num_learners"], row["edges"]))
     return [Chart(title="Spectral gap", kind="bars", x_label="spectral gap", series=[gaps]), *drawings]
 
 

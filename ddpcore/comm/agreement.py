@@ -36,12 +36,9 @@ def describe(value: Any) -> str:
     if isinstance(value, dict):
         return describe([*value.items()])
     if is_dataclass(value):
-        found = {field: getattr(value, field.name) for field in fields(value) if field.compare}
-        items = {
-            field.name.strip("_"): item
-            for field, item in found.items()
-            if item is not None or not field.metadata.get("new")
-        }
+        found = [(one, getattr(value, one.name)) for one in fields(value) if one.compare]
+        told = [(one.name, item) for one, item in found if item is not None or not one.metadata.get("new")]
+        items = {name.strip("_"): item for name, item in told}
     elif isinstance(value, torch.optim.Optimizer):
         items = value.defaults
     elif hasattr(value, "__dict__") and not isinstance(value, type):

@@ -43,10 +43,8 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     if requested == "nccl" and device != "cuda":
         raise ValueError("--backend nccl needs a GPU for each rank and the model is on the CPU: use --backend gloo")
     if requested == "nccl" and num_gpus < world_size:
-        raise ValueError(
-            f"--backend nccl needs a GPU for each of {world_size} ranks and {num_gpus} are visible: "
-            "use --backend virtual, or a smaller --world-size"
-        )
+        what = f"--backend nccl needs a GPU for each of {world_size} ranks and {num_gpus} are visible"
+        raise ValueError(f"{what}: use --backend virtual, or a smaller --world-size")
     if requested != "auto":
         return Choice(requested, "as requested")
     if device != "cuda":
@@ -176,9 +174,8 @@ def _connect_elastic(
         raise ValueError("on_failure='shrink' takes one learner on each rank: leave learners= or group= out")
     assert num is not None
     if membership is not None and (group is None or len(membership.members) != num):
-        raise ValueError(
-            f"the run has {len(membership.members)} learners left, {list(membership.members)}: start as many ranks"
-        )
+        what = f"the run has {len(membership.members)} learners left, {list(membership.members)}"
+        raise ValueError(f"{what}: start as many ranks")
     if membership is None and num <= LEAST:
         raise ValueError(f"on_failure='shrink' needs {LEAST} learners after a death and there are {num}: start more")
     if group is None:

@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.groups import gather_objects, own_client, own_group
+from ddpcore.comm.groups import CALL_ALIKE, gather_objects, own_client, own_group
 from ddpcore.comm.membership import POLL_SECONDS, Roll
 from ddpcore.comm.shared.coordination import ControlAddress, Coordinator
 from ddpcore.comm.shared.memory import HostMemory, Slot, Slots
@@ -288,10 +288,7 @@ class _Group:
                 everyone = [torch.empty_like(own) for _ in range(num)]
                 group.allgather([everyone], [own]).wait()
                 if len(set(torch.cat(everyone).tolist())) > 1:
-                    flight.error = (
-                        f"{_MISMATCH}, this one {operation.what}: all ranks must call the same: run a pass of one "
-                        "rank alone under torch.no_grad(), step() and evaluation_model() on all"
-                    )
+                    flight.error = f"{_MISMATCH}, this one {operation.what}: {CALL_ALIKE}"
             except RuntimeError as error:
                 flight.error = _first_line(error)
             flight.ended.set()

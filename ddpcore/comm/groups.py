@@ -19,6 +19,8 @@ Fact = tuple[str, str]
 """The name of something that all ranks must have in common, and its value on this rank as text."""
 CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """Groups for ddpcore's messages, by the program's group: over one group gloo would mix both's without a word."""
+_ALONE = "run a pass of one rank alone under torch.no_grad(), step() and evaluation_model() on all"
+CALL_ALIKE = f"all ranks must call the same: {_ALONE}"
 _LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # in an error of gloo, NCCL or a store
 
 
@@ -105,9 +107,8 @@ class Call(AbstractContextManager[None]):
             reason = "died, left, or did not come in time: see which rank failed first, and why"
             if _LATE.search(str(error)):
                 reason = f"did not come within {seconds:g} s: see what it does, or give a longer timeout"
-            raise RuntimeError(
-                f"{self.what} failed on rank {self._rank}: a rank of {self._peers} {reason} ({first})"
-            ) from error
+            what = f"{self.what} failed on rank {self._rank}"
+            raise RuntimeError(f"{what}: a rank of {self._peers} {reason} ({first})") from error
 
 
 def own_client(store: dist.Store) -> dist.Store:
@@ -148,10 +149,8 @@ def own_group(
 def default_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, or the default group for None. ValueError: torch.distributed is not initialised."""
     if not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised: start the script with torchrun and call "
-            "torch.distributed.init_process_group(), or pass learners= for virtual learners"
-        )
+        start = "start the script with torchrun and call torch.distributed.init_process_group()"
+        raise ValueError(f"torch.distributed is not initialised: {start}, or pass learners= for virtual learners")
     chosen = dist.group.WORLD if group is None else group
     assert chosen is not None
     return chosen

@@ -161,10 +161,8 @@ class Roll:
         try:
             agreed = self._agree(members, state)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise RuntimeError(
-                f"the store of the process group is gone ({str(error).partition(chr(10))[0]}): keep it outside of the "
-                "ranks, by torchrun's agent or a FileStore"
-            ) from error
+            what = f"the store of the process group is gone ({str(error).partition(chr(10))[0]})"
+            raise RuntimeError(f"{what}: keep it outside of the ranks, by torchrun's agent or a FileStore") from error
         if self.rank not in agreed:
             raise RuntimeError(f"the others went on without rank {self.rank}, which did not answer: start it again")
         number = self.generation + 1

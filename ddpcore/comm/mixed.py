@@ -52,10 +52,8 @@ class MixedCommunicator(ProcessGroupCommunicator):
 
     def _describe(self, near: str, far: str) -> None:
         num = len(set(self._hosts))
-        self.description = (
-            f"{num} host{'' if num == 1 else 's'}: shared memory inside a host{near}, {self._between}, "
-            f"between hosts{far} and for averages of all ranks"
-        )
+        near, far = f"shared memory inside a host{near}", f"between hosts{far} and for averages of all ranks"
+        self.description = f"{num} host{'' if num == 1 else 's'}: {near}, {self._between}, {far}"
 
     @override
     def note_topology(self, topology: Topology) -> None:

@@ -263,8 +263,6 @@ class _RankExchange(Exchange):
             return super().mixture()
         others = self.received()
         column_of = {learner: column for column, learner in enumerate([*self.learners, *others])}
-        rounds = [
-            replace(one, sources=tuple(column_of[source] for source in one.sources))
-            for one in map(self.round_of, self.learners)
-        ]
+        given = map(self.round_of, self.learners)
+        rounds = [replace(one, sources=tuple(column_of[source] for source in one.sources)) for one in given]
         return StackedMixture(list(others.values()), *csr_of(mixing_matrix(rounds), self._device))

@@ -3,7 +3,6 @@
 A header of 100 bytes can claim an array of any size. So what a file says of its arrays is checked before they are read.
 """
 
-import hashlib
 import math
 import re
 import zipfile
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from ddpcore.data.base import Dataset, Split
-from ddpcore.storage.files import DATA_LIMIT, FEATURES_BYTES, MiB, check_bytes, open_file, plain, read_file, shown
+from ddpcore.storage.files import DATA_LIMIT, FEATURES_BYTES, check_bytes, open_file, plain, read_file, sha256_of, shown
 
 ARRAYS: dict[str, tuple[np.dtype[Any], str]] = {
     "inputs": (np.dtype(np.float32), "[N, frames, features]"),
@@ -78,10 +77,7 @@ def _checksums(root: Path) -> dict[Path, str] | None:
 def _check_sum(path: Path, content: BinaryIO, sums: Mapping[Path, str]) -> None:
     if path not in sums:
         raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
-    found = hashlib.sha256()
-    while part := content.read(MiB):
-        found.update(part)
-    if found.hexdigest() != sums[path]:
+    if sha256_of(content) != sums[path]:
         raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
 
 
@@ -105,9 +101,7 @@ def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: 
     return Split(torch.from_numpy(inputs), torch.from_numpy(labels))
 
 
-def _read(
-    path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def _read(path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and labels of a file. What the file claims is checked before anything is allocated."""
     try:
         content = open_file(path)

@@ -16,18 +16,12 @@ DATASETS: Registry[Dataset] = Registry(
     "ddpcore.datasets",
     Dataset,
     {
-        "digits": built_in.load_digits,
-        "python_text": built_in.load_python_text,
-        "synthetic": built_in.load_synthetic,
-        "synthetic_speech": speech.load,
-        "saddle": built_in.load_saddle,
-        "features": features.load,
-        "mnist": mnist.load,
-        "cifar10": cifar.load_cifar10,
-        "cifar100": cifar.load_cifar100,
+        "digits": built_in.load_digits, "python_text": built_in.load_python_text,
+        "synthetic": built_in.load_synthetic, "synthetic_speech": speech.load, "saddle": built_in.load_saddle,
+        "features": features.load, "mnist": mnist.load, "cifar10": cifar.load_cifar10, "cifar100": cifar.load_cifar100,
     },
     reserved=("data_dir", "seed", "verify"),
-)
+)  # fmt: skip
 
 
 def load_dataset(

@@ -103,7 +103,6 @@ class ShardedBatches:
             raise ValueError(f"{last} is not a multiple of {learners} learners: set drop_last")
 
     def _check_size(self, batch: int) -> None:
-        """Check one batch size."""
         samples, learners = self.num_samples, self.num_learners
         if batch > samples:
             most = samples - samples % learners
@@ -243,18 +242,15 @@ def _order(batches: ShardedBatches, epoch: int) -> np.ndarray:
     return np.stack([part[permutation(each, seed, epoch, j)] for j, part in enumerate(parts)])
 
 
-@lru_cache(maxsize=4)
-def _permuted(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of all samples in an epoch, int64 ``[num_samples]``."""
-    return permutation(num_samples, seed, epoch)
-
-
 def permutation(num_samples: int, seed: int, *key: int) -> np.ndarray:
     """A random permutation, int64 ``[num_samples]``, that depends only on (seed, key). A key may have any length.
 
     It sorts the raw bits of Philox, because they are the only random stream that NumPy keeps the same across versions.
     """
     return np.argsort(philox(num_samples, seed, *key), kind="stable").astype(np.int64, copy=False)
+
+
+_permuted = lru_cache(maxsize=4)(permutation)  # of all samples, by number of samples, seed and epoch
 
 
 def philox(count: int, seed: int, *key: int) -> np.ndarray:
@@ -306,14 +302,10 @@ class ResharedBatches:
 
     def _place(self, step: int) -> tuple[int, int, tuple[int, ...]]:
         """The epoch of a step, how many of its samples are taken before the step, and who shares the next ones."""
-        members = tuple(range(self.batches.num_learners))
-        epoch, taken, now = 0, 0, 0
-        for begin, changed in (*self.changes, (step, ())):
-            until = min(begin, step)
-            epoch, taken = self._after(epoch, taken, until - now, len(members) * self._share)
-            now = max(now, until)
-            if begin <= step and changed:
-                members = changed
+        members, epoch, taken, now = tuple(range(self.batches.num_learners)), 0, 0, 0
+        for begin, changed in (*(one for one in self.changes if one[0] <= step), (step, ())):
+            epoch, taken = self._after(epoch, taken, begin - now, len(members) * self._share)
+            now, members = begin, changed or members
         epoch, taken = self._after(epoch, taken, 0, len(members) * self._share)
         return epoch, taken, members
 

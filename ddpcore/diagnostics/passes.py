@@ -83,12 +83,8 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     learner = learner_of(model.parameters())
     was_paused = learner is not None and learner.hooks_paused
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    found = [(module._buffers, *one) for module in model.modules() for one in module._buffers.items()]
+    buffers = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in found if buffer is not None]
     before = RandomState(device)
     try:
         if learner is not None:
@@ -157,10 +153,8 @@ def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Ten
 def _check_reached(learner: Learner, reached: set[int]) -> None:
     """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
     if missing := sorted(set(filter(learner.comm.reads, range(learner.flat.num_rows))) - reached):
-        raise ValueError(
-            f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}: call handle.model, or each "
-            "of handle.models, and return the sum of all losses"
-        )
+        what = f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}"
+        raise ValueError(f"{what}: call handle.model, or each of handle.models, and return the sum of all losses")
 
 
 def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
@@ -263,12 +257,10 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
     if not live:  # parameters without elements
         return [None] * len(parameters)
     outputs, num = [g for g, _ in live], len(live[0][1])
-    rows = [
-        torch.autograd.grad(
-            outputs, parameters, [v[index] for _, v in live], retain_graph=index + 1 < num, allow_unused=True
-        )
-        for index in range(num)
-    ]
+    rows = []
+    for index in range(num):
+        along, is_last = [v[index] for _, v in live], index + 1 == num
+        rows.append(torch.autograd.grad(outputs, parameters, along, retain_graph=not is_last, allow_unused=True))
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
@@ -297,10 +289,8 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
     if all(gradient is None for gradient in gradients):
         raise ValueError("the loss uses no weight of the model (it may call a copy): call the same model in the loss")
     if cut:
-        raise ValueError(
-            f"{cut[0]} of the model has no second derivative, which would be taken for zero: let its backward() "
-            "compute with torch alone, without once_differentiable, detach(), .data and numpy"
-        )
+        advice = "let its backward() compute with torch alone, without once_differentiable, detach(), .data and numpy"
+        raise ValueError(f"{cut[0]} of the model has no second derivative, which would be taken for zero: {advice}")
     return gradients
 
 
@@ -327,9 +317,8 @@ def parts_of(loss: Loss) -> Iterator[Tensor]:
     result = loss()
     for part in result if isinstance(result, Iterator) else (result,):
         if not isinstance(part, Tensor) or part.numel() != 1 or not part.requires_grad:
-            raise ValueError(
-                "loss= and full_loss= must return one number with a graph, or yield its parts: call the model inside"
-            )
+            what = "loss= and full_loss= must return one number with a graph, or yield its parts"
+            raise ValueError(f"{what}: call the model inside")
         yield part.reshape(())
 
 

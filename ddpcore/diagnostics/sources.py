@@ -26,10 +26,8 @@ from ddpcore.parameters.hooks import own_hooks
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
-DISJOINT = (
-    "backward passes of this step reached different parameters, so a pass is not a batch: use one pass a batch, and "
-    "use_reentrant=False for checkpointing"
-)
+_ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
+DISJOINT = f"backward passes of this step reached different parameters, so a pass is not a batch: {_ADVICE}"
 
 
 @dataclass(frozen=True, kw_only=True)

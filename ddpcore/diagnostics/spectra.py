@@ -28,10 +28,9 @@ class NotConverged(RuntimeError):
     """An iteration did not end within its number of products."""
 
     def __init__(self, num: int) -> None:
-        super().__init__(
-            f"the Lanczos iteration did not converge within {num} products: eigenvalues at that end lie close to each "
-            "other, so ask for fewer, or pass a larger tolerance or max_products"
-        )
+        why = "eigenvalues at that end lie close to each other"
+        advice = "ask for fewer, or pass a larger tolerance or max_products"
+        super().__init__(f"the Lanczos iteration did not converge within {num} products: {why}, so {advice}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,9 +244,7 @@ def levels_of(surfaces: Sequence[Array]) -> Array:
     low, high = float(known.min()), float(known.max())
     if high <= low:
         return np.asarray([low, low + 1.0])
-    if low > 0 and high / low > 20:
-        return np.geomspace(low, high, 16)
-    return np.linspace(low, high, 16)
+    return np.geomspace(low, high, 16) if low > 0 and high / low > 20 else np.linspace(low, high, 16)
 
 
 def _contour_chart(title: str, surface: Surface, values: Array, levels: Sequence[float]) -> Chart:

@@ -26,6 +26,7 @@ TITLES = {
 }
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
+Cells = Mapping[str, Any]  # the cell of each row
 """The (value, row) of each line by its name, in the order of the values."""
 
 
@@ -69,9 +70,7 @@ def _lines_with(row: str, value: Any, spec: Mapping[str, Any], config: Mapping[s
     return [name for name, rows in filled.items() if any(fnmatchcase(row, one) for one in rows)]
 
 
-def _line_charts(
-    variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, labels: Sequence[str]
-) -> list[Chart]:
+def _line_charts(variable: str, lines: Lines, cells: Cells, metric: str, labels: Sequence[str]) -> list[Chart]:
     """One chart, where a dash stands for a run; or one for each run, if there are more lines than colours."""
     if len(labels) == 1 or len(lines) <= len(COLORS):
         return [_line_chart(variable, lines, cells, metric, labels)]
@@ -84,7 +83,7 @@ def _line_charts(
     return charts
 
 
-def _line_chart(variable: str, lines: Lines, cells: Mapping[str, Any], metric: str, labels: Sequence[str]) -> Chart:
+def _line_chart(variable: str, lines: Lines, cells: Cells, metric: str, labels: Sequence[str]) -> Chart:
     series = []
     num_seeds = {
         (name, run): max(_num_seeds(cells[row], run) for _, row in points)
@@ -130,9 +129,7 @@ def _series_name(line: str, labels: Sequence[str], run: int) -> str:
     return f"{line}, {labels[run]}" if len(labels) > 1 else line
 
 
-def _list_chart(
-    rows: Sequence[str], cells: Mapping[str, Any], metric: str, labels: Sequence[str], *, others: bool
-) -> Chart:
+def _list_chart(rows: Sequence[str], cells: Cells, metric: str, labels: Sequence[str], *, others: bool) -> Chart:
     printed = [cells[row]["published"] for row in rows]
     series = []
     if any(value is not None for value in printed):

@@ -299,10 +299,8 @@ def claim_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str
     rows = []
     for claim in comparison["claims"]:
         published = claim["on_published"] if claim["on_published"]["word"] != "not run" else {"word": "-", "reason": ""}
-        verdicts = [
-            f"{verdict['word']} ({verdict['reason']})" if verdict["reason"] else verdict["word"]
-            for verdict in (published, *claim["verdicts"])
-        ]
+        all_verdicts = (published, *claim["verdicts"])
+        verdicts = [f"{one['word']} ({one['reason']})" if one["reason"] else one["word"] for one in all_verdicts]
         rows.append([*(" ".join(claim[key].split()) for key in ("text", "source", "predicate")), *verdicts])
     return heading, rows
 

@@ -107,7 +107,6 @@ def _run_ranks(jobs: Sequence[Job], ranks: int, backend: str, folder: Folder) ->
 
 
 def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
-    """Run on each rank."""
     datasets = Datasets()
     for place, job in enumerate(jobs):
         done = threading.Event()

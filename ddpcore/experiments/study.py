@@ -213,9 +213,7 @@ def _row(
 
 def _check(where: str, entries: Any, hints: Mapping[str, Any], scale_hints: Mapping[str, Any]) -> None:
     """Check a table and its layers for each scale. Keys without a hint are sections of a training run."""
-    if not isinstance(entries, Mapping):
-        raise ValueError(f"{where} is {entries!r}: it must be a table")
-    check_table(where, {key: value for key, value in entries.items() if key in hints}, hints)
+    check_table(where, entries, hints, more_keys=True)
     check_settings({key: value for key, value in entries.items() if key not in hints}, where, tuple(hints))
     for key, least in _LEAST.items():
         check_range(f"{where}: {key}", entries.get(key), least=least)

@@ -231,7 +231,6 @@ def load_rank_file(
 
 
 def _digest(model: nn.Module) -> str:
-    """A hash of the bits of all weights."""
     found = hashlib.sha256()
     for weight in model.parameters():
         found.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -23,9 +23,8 @@ def conv_norm(
 
     The normalization subtracts the mean, so a bias has no effect; it is kept where the published network has one.
     """
-    convolution = nn.Conv2d(
-        channels_in, channels_out, kernel_size, stride=stride, padding=kernel_size // 2, groups=groups, bias=bias
-    )
+    padding = kernel_size // 2
+    convolution = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding, groups=groups, bias=bias)
     return convolution, nn.BatchNorm2d(channels_out)
 
 

@@ -78,14 +78,13 @@ class Inception(nn.Module):
         super().__init__()
         one, before_three, three, before_five, five, pooled = row
         self.channels = one + three + five + pooled
-        self.ways = nn.ModuleList(
-            (
-                nn.Sequential(*_layer(channels_in, one)),
-                nn.Sequential(*_layer(channels_in, before_three), *_layer(before_three, three, 3)),
-                nn.Sequential(*_layer(channels_in, before_five), *_layer(before_five, five, 3), *_layer(five, five, 3)),
-                nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), *_layer(channels_in, pooled)),
-            )
+        ways = (
+            _layer(channels_in, one),
+            (*_layer(channels_in, before_three), *_layer(before_three, three, 3)),
+            (*_layer(channels_in, before_five), *_layer(before_five, five, 3), *_layer(five, five, 3)),
+            (nn.MaxPool2d(3, stride=1, padding=1), *_layer(channels_in, pooled)),
         )
+        self.ways = nn.ModuleList(nn.Sequential(*layers) for layers in ways)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[B, channels_in, H, W] to [B, channels, H, W]."""

@@ -178,9 +178,8 @@ class DownUnit(nn.Module):
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
         half = channels_out // 2
-        self.short = nn.Sequential(
-            *conv_norm(channels_in, channels_in, 3, stride=2, groups=channels_in), *conv_norm_relu(channels_in, half)
-        )
+        halved = conv_norm(channels_in, channels_in, 3, stride=2, groups=channels_in)
+        self.short = nn.Sequential(*halved, *conv_norm_relu(channels_in, half))
         self.branch = _separable(channels_in, half, stride=2)
 
     def forward(self, inputs: Tensor) -> Tensor:

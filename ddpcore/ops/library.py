@@ -69,8 +69,5 @@ def load() -> str | None:
 WHY_NOT_COMPILED = load()
 """None if the compiled kernels are loaded, else one line with the reason."""
 if WHY_NOT_COMPILED is not None:
-    warnings.warn(
-        f"{WHY_NOT_COMPILED}. Until then operators and optimizers run on plain torch operations, several times slower",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    _UNTIL = "Until then operators and optimizers run on plain torch operations, several times slower"
+    warnings.warn(f"{WHY_NOT_COMPILED}. {_UNTIL}", RuntimeWarning, stacklevel=2)

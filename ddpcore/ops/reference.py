@@ -116,9 +116,8 @@ def tensor_steps(
     _check(params, grads, group_sizes, *others, masters)
     fits = not state_firsts or (len(state_firsts) == len(params) and not masters and bool(steps))
     if not fits or any(first < 0 or first % 4 != 0 for first in state_firsts):
-        raise RuntimeError(
-            "ddpcore: state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
-        )
+        what = "state_firsts must be empty, or a multiple of 4 for each param, with steps and without masters"
+        raise RuntimeError(f"ddpcore: {what}")
     if found_inf is not None and bool(found_inf):
         return
     factor = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
@@ -187,10 +186,8 @@ def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[.
             if peers is not None:
                 fixed = [masters, shared.get("state_firsts"), options.get("passes", "both") != "both"]
                 if any(fixed) or any(shared.get(name) is not None for name in ("grad_scale", "found_inf")):
-                    raise RuntimeError(
-                        "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes: "
-                        "call mix_ first, and then the step without a mix"
-                    )
+                    what = "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes"
+                    raise RuntimeError(f"{what}: call mix_ first, and then the step without a mix")
                 params = _mixed(params, peers, **mix)
             if "exp_avgs" in names and not steps:
                 raise RuntimeError("ddpcore: steps must have the length of group_sizes")

@@ -121,9 +121,8 @@ class Rule:
 
     def options_of(self, group: dict[str, Any]) -> dict[str, Any]:
         """The values of the rule's options in an optimizer's group."""
-        return {
-            o.name: group[o.option] if o.item is None else group[o.option][o.item] for o in self.options if o.option
-        }
+        named = [(one.name, group[one.option], one.item) for one in self.options if one.option]
+        return {name: value if item is None else value[item] for name, value, item in named}
 
 
 _MOMENTUM = (
@@ -193,9 +192,8 @@ def _function(rule: Rule, documentation: str) -> Callable[..., None]:
     shown = [a.name if a.default is REQUIRED else f"{a.name}={a.default!r}" for a in rule.arguments]
     num = len(rule.tensors)
     values = (_PER_GROUP.format(a.name) if a.per_group else a.name for a in rule.arguments)
-    text = _FUNCTION.format(
-        operator=rule.operator, parameters=", ".join([*shown[:num], "*", *shown[num:]]), values=", ".join(values)
-    )
+    parameters = ", ".join([*shown[:num], "*", *shown[num:]])
+    text = _FUNCTION.format(operator=rule.operator, parameters=parameters, values=", ".join(values))
     found: dict[str, Any] = {}
     exec(text, {"__name__": __name__}, found)
     operator = define(rule.schema, getattr(reference, rule.operator), no_result)

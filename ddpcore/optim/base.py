@@ -407,7 +407,6 @@ class AdaptiveOptimizer(FusedOptimizer):
 
 
 def _has_master(group: Group, param: Tensor) -> bool:
-    """Whether the group keeps fp32 weights for this parameter."""
     return bool(group["master_weights"]) and is_narrow(param.dtype)
 
 

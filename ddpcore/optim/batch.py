@@ -58,9 +58,8 @@ class Shards:
         self._rows: list[Tensor] = []  # of each device: two sums of each tensor
         # The all-reduces of add_: a group, and which rows it adds. There is none if this rank has all of each tensor.
         self.reductions: list[tuple[dist.ProcessGroup, Tensor, Tensor | None]] = []
-        self.squares: dict[
-            int, Tensor
-        ] = {}  # by id of a batch, where its first pass writes sums of squares [params, 2]
+        # By id of a batch: where its first pass writes sums of squares, [params, 2].
+        self.squares: dict[int, Tensor] = {}
         for device in dict.fromkeys(batch.device for batch in batches):
             mine = [batch for batch in batches if batch.device == device]
             of_device = [params[position] for batch in mine for position in batch.members]

@@ -79,10 +79,9 @@ def check_one_norm(groups: Sequence[Group]) -> None:
     """Raise ValueError unless the groups agree on ``max_grad_norm``, which bounds the norm of all gradients."""
     for group in groups:
         if group["max_grad_norm"] != groups[0]["max_grad_norm"]:
-            raise ValueError(
-                f"max_grad_norm is {group['max_grad_norm']} in one group and {groups[0]['max_grad_norm']} in another: "
-                "it bounds the norm of all gradients together, so set the same value in all groups"
-            )
+            what = f"max_grad_norm is {group['max_grad_norm']} in one group and {groups[0]['max_grad_norm']} in another"
+            advice = "it bounds the norm of all gradients together, so set the same value in all groups"
+            raise ValueError(f"{what}: {advice}")
 
 
 def check_momentum(group: Group) -> None:
@@ -93,10 +92,8 @@ def check_momentum(group: Group) -> None:
     check_flag("nesterov", group["nesterov"])
     check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])
     if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError(
-            f"nesterov is {group['nesterov']} with momentum {group['momentum']} and dampening {group['dampening']}: "
-            "it needs momentum > 0 and dampening 0"
-        )
+        what = f"nesterov is {group['nesterov']} with momentum {group['momentum']} and dampening {group['dampening']}"
+        raise ValueError(f"{what}: it needs momentum > 0 and dampening 0")
 
 
 def check_moments(group: Group) -> None:
@@ -141,10 +138,8 @@ def check_capture(groups: Sequence[Group], options: Iterable[str]) -> None:
             raise RuntimeError(f"period is {group['period']}, and a CUDA graph repeats one kind of step: leave it out")
         for name, param in zip(group.get("param_names", count()), group["params"], strict=False):
             if param.requires_grad and param.grad is None:
-                raise RuntimeError(
-                    f"parameter {name} of a group has no gradient, so no replay of a CUDA graph would step it: run its "
-                    "backward pass first, or freeze it by requires_grad_(False)"
-                )
+                what = f"parameter {name} of a group has no gradient, so no replay of a CUDA graph would step it"
+                raise RuntimeError(f"{what}: run its backward pass first, or freeze it by requires_grad_(False)")
 
 
 def is_capturing(tensor: Tensor) -> bool:

@@ -38,9 +38,8 @@ _DIAGONAL = re.compile(r"diag.*|block_diag")  # of a matrix it is none
 
 def is_normalization(module: nn.Module) -> bool:
     """Whether the module is a normalization layer, of torch or by the name of its class, such as ``LlamaRMSNorm``."""
-    return isinstance(module, _NORMALIZATIONS) or (
-        _NAME.search(type(module).__name__) is not None and not any(True for _ in module.children())
-    )
+    is_named = _NAME.search(type(module).__name__) is not None and not any(True for _ in module.children())
+    return is_named or isinstance(module, _NORMALIZATIONS)
 
 
 def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = None) -> list[dict[str, Any]]:

@@ -114,7 +114,6 @@ class FusedLAMB(AdaptiveOptimizer):
 
 
 def _bounds(clip: Clip) -> Sequence[float]:
-    """The lower and the upper bound of a clip."""
     if clip is None:
         return 0.0, math.inf
     return clip if isinstance(clip, Sequence) else (0.0, clip)

@@ -83,10 +83,9 @@ class FusedLARS(AdaptiveOptimizer):
         for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             has_momentum = any("momentum_buffer" in state_dict["state"].get(index, {}) for index in loaded["params"])
             if has_momentum and "variant" not in loaded and own["variant"] != "scaled_lr":
-                raise ValueError(
-                    f"state_dict: its momentum is from SGD, so of variant 'scaled_lr' and not {own['variant']!r}: "
-                    "load it with variant='scaled_lr', and see docs/optimizers.md for how to go on as another variant"
-                )
+                what = f"its momentum is from SGD, so of variant 'scaled_lr' and not {own['variant']!r}"
+                how = "see docs/optimizers.md for how to go on as another variant"
+                raise ValueError(f"state_dict: {what}: load it with variant='scaled_lr', and {how}")
 
     @override
     def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:

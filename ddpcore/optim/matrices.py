@@ -141,13 +141,8 @@ def orthogonal(matrices: list[Matrix]) -> list[Tensor]:
             part = members[begin : begin + size]
             with torch.autocast(first.param.device.type, enabled=False):  # which would change the dtype of the stack
                 directions = torch.stack([matrices[index].direction() for index in part])
-            result = orthogonalize(
-                directions,
-                steps=first.group["ns_steps"],
-                coefficients=first.group["ns_coefficients"],
-                eps=first.group["eps"],
-                dtype=first.dtype,
-            )
+            steps, coefficients, eps = (first.group[name] for name in ("ns_steps", "ns_coefficients", "eps"))
+            result = orthogonalize(directions, steps=steps, coefficients=coefficients, eps=eps, dtype=first.dtype)
             updates.update(zip(part, result.to(first.stored), strict=True))
     return [updates[index] for index in range(len(matrices))]
 

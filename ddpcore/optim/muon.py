@@ -276,10 +276,8 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
     if param.ndim < 2:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions, and Muon needs a matrix: {where}")
     if param.ndim == 3 and group["batched"] is None:
-        raise ValueError(
-            f"parameter {name} has three dimensions: give its group batched=True if it is {len(param)} matrices, or "
-            "batched=False if it is the kernel of a convolution"
-        )
+        kinds = f"batched=True if it is {len(param)} matrices, or batched=False if it is the kernel of a convolution"
+        raise ValueError(f"parameter {name} has three dimensions: give its group {kinds}")
     if group["batched"] and param.ndim != 3:
         raise ValueError(f"parameter {name} has {param.ndim} dimensions; batched=True takes [E, M, N]: leave it out")
     if is_dtensor(param):
@@ -290,7 +288,6 @@ def _check_parameter(name: Any, param: Tensor, group: Group) -> None:
 
 
 def _check_options(group: Group) -> None:
-    """Raise ValueError, with name and value, if an option of the group is invalid."""
     check_choice("rule", group["rule"], RULES)
     check_lr(group["lr"])
     check_number("weight_decay", group["weight_decay"])

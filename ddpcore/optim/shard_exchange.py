@@ -79,7 +79,6 @@ class _Hop:
             self._of_shards[owner] += math.prod(self._shape(index, self._rank))
 
     def _shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard."""
         return _part(*self._layouts[index], rank, self._num)
 
     def gather(self, shards: Sequence[Tensor]) -> Arriving:

@@ -21,34 +21,27 @@ def check_shards(named: Named) -> None:
         return
     for name, param in named:
         if is_dtensor(param) and any(placement.is_partial() for placement in placements_of(param)):
-            raise ValueError(
-                f"parameter {name} is a DTensor with partial sums ({placements_of(param)}): redistribute it to shards "
-                "or replicas first"
-            )
+            what = f"parameter {name} is a DTensor with partial sums ({placements_of(param)})"
+            raise ValueError(f"{what}: redistribute it to shards or replicas first")
         part = local(param)
         if part.numel() == 0 or part.is_meta:
             continue
         first, other = owners.setdefault((part.device, part.data_ptr()), (name, param))
         if other is not param:
-            raise ValueError(
-                f"parameter {name} is a shard of the same memory as parameter {first}: tie them as one parameter, by "
-                "one fully_shard or parallelize_module of the module that holds both"
-            )
+            advice = "tie them as one parameter, by one fully_shard or parallelize_module of the module that holds both"
+            raise ValueError(f"parameter {name} is a shard of the same memory as parameter {first}: {advice}")
 
 
 def check_shard_of_state(index: Any, name: str, param: Tensor, value: Tensor) -> None:
     """Raise ValueError unless a loaded state is sharded as its parameter is."""
     if is_dtensor(param) != is_dtensor(value):
         what = "a whole tensor and the parameter a DTensor" if is_dtensor(param) else "a DTensor and the parameter not"
-        raise ValueError(
-            f"state_dict: {name} of parameter {index} is {what}: load it with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-        )
+        problem = f"state_dict: {name} of parameter {index} is {what}"
+        raise ValueError(f"{problem}: load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict")
     if is_dtensor(param) and (placements_of(value), mesh_of(value)) != (placements_of(param), mesh_of(param)):
-        raise ValueError(
-            f"state_dict: {name} of parameter {index} is laid out as {placements_of(value)} on {mesh_of(value)}, and "
-            f"the parameter as {placements_of(param)} on {mesh_of(param)}: redistribute it first"
-        )
+        there = f"laid out as {placements_of(value)} on {mesh_of(value)}"
+        here = f"the parameter as {placements_of(param)} on {mesh_of(param)}"
+        raise ValueError(f"state_dict: {name} of parameter {index} is {there}, and {here}: redistribute it first")
 
 
 def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int]]:
@@ -60,15 +53,11 @@ def divided(tensor: Any, name: object = "") -> list[tuple[dist.ProcessGroup, int
     dims = [dim for dim, one in enumerate(placements) if mesh.size(dim) > 1 and not one.is_replicate()]
     plain = [dim for dim in dims if type(placements[dim]).__name__ == "Shard"]
     late = [dim for dim in dims if dim not in plain]  # FSDP divides what tensor parallelism has divided
-    after = [
-        math.prod(mesh.size(it) for it in plain if it > dim and placements[it].dim == placements[dim].dim)
-        for dim in late
-    ]
+    inner = [[it for it in plain if it > dim and placements[it].dim == placements[dim].dim] for dim in late]
+    after = [math.prod(map(mesh.size, found)) for found in inner]
     if len(late) > 1 or after != [placements[dim].split_factor for dim in late] or after == [1]:
-        raise ValueError(
-            f"parameter {name} is laid out as {placements}, and Muon takes what torch.chunk divides: put it in a group "
-            "with rule='adamw'"
-        )
+        what = f"parameter {name} is laid out as {placements}, and Muon takes what torch.chunk divides"
+        raise ValueError(f"{what}: put it in a group with rule='adamw'")
     return [(mesh.get_group(dim), placements[dim].dim) for dim in [*plain, *late]]
 
 
@@ -103,10 +92,8 @@ def local_gradients(
         if not is_dtensor(grad) or grad.device_mesh != mesh_of(param):
             name = next(name for (name, other), _ in named() if other is param)
             where = grad.device_mesh if is_dtensor(grad) else "no mesh"
-            raise ValueError(
-                f"the gradient of parameter {name} is on {where}, and the parameter on {mesh_of(param)}: "
-                "compute it with the sharded model, or distribute it with distribute_tensor"
-            )
+            what = f"the gradient of parameter {name} is on {where}, and the parameter on {mesh_of(param)}"
+            raise ValueError(f"{what}: compute it with the sharded model, or distribute it with distribute_tensor")
         if grad.placements != placements_of(param):
             grad = grad.redistribute(placements=placements_of(param))
         part = grad._local_tensor

@@ -85,10 +85,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
         """
         if self._is_captured:
-            raise RuntimeError(
-                "load_state_dict: a CUDA graph has captured a step of this optimizer and would go on with the old "
-                "state: load before the capture, or load into a new optimizer and capture its step"
-            )
+            why = "a CUDA graph has captured a step of this optimizer and would go on with the old state"
+            advice = "load before the capture, or load into a new optimizer and capture its step"
+            raise RuntimeError(f"load_state_dict: {why}: {advice}")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict := state_dict.copy())
             state_dict = state_dict if changed is None else changed
@@ -156,10 +155,9 @@ def order_of(index: int, own: Group, loaded: Group) -> Group:
     names = list(map(plain_name, own["param_names"]))
     if lacking := [name for name in names if name not in numbers]:
         others = [name for name in numbers if name not in names]
-        raise ValueError(
-            f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}: load the state of "
-            "the same model with the same groups, or rename param_names in the file"
-        )
+        what = f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}"
+        advice = "load the state of the same model with the same groups, or rename param_names in the file"
+        raise ValueError(f"{what}: {advice}")
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
 
 
@@ -177,10 +175,9 @@ def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> 
             continue
         has_master = loaded is not None and loaded.get(id(param), {}).get("master") is not None
         if is_narrow(param.dtype) and (group["master_weights"] or has_master):
-            raise ValueError(
-                f"parameter {name} has a float32 master weight, whose momentum and moments are float32, and "
-                "state_dtype is bfloat16: leave out master_weights or state_dtype"
-            )
+            why = "whose momentum and moments are float32, and state_dtype is bfloat16"
+            advice = "leave out master_weights or state_dtype"
+            raise ValueError(f"parameter {name} has a float32 master weight, {why}: {advice}")
 
 
 def firsts_of(params: Sequence[Tensor], named: Named, flat: FlatParameters | None) -> list[int]:
@@ -209,16 +206,14 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         raise RuntimeError(f"{name}: a tensor has torch's negative bit, its memory the other sign: call resolve_neg()")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:
-            raise RuntimeError(
-                f"{name}: a gradient has shape {tuple(grad.shape)} and its parameter {tuple(param.shape)}, whose data "
-                "was replaced: call zero_grad and compute the gradient again"
-            )
+            shapes = f"{tuple(grad.shape)} and its parameter {tuple(param.shape)}, whose data was replaced"
+            advice = "call zero_grad and compute the gradient again"
+            raise RuntimeError(f"{name}: a gradient has shape {shapes}: {advice}")
         for key, value in states.get(param, {}).items():
             if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
-                raise RuntimeError(
-                    f"{name}: {key} has shape {tuple(value.shape)} and its parameter {tuple(param.shape)}, whose data "
-                    "was replaced: call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
-                )
+                shapes = f"{tuple(value.shape)} and its parameter {tuple(param.shape)}, whose data was replaced"
+                advice = "call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
+                raise RuntimeError(f"{name}: {key} has shape {shapes}: {advice}")
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -236,10 +231,8 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Sequence[str]) -> None:
     """Raise ValueError unless a loaded state fits the parameter and an optimizer with these buffers."""
     if foreign := [name for name in state if name not in (*buffers, "step", "master")]:
-        raise ValueError(
-            f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer: this one keeps "
-            f"{', '.join(buffers)}"
-        )
+        what = f"state_dict: parameter {index} has {', '.join(map(str, foreign))}, of another optimizer"
+        raise ValueError(f"{what}: this one keeps {', '.join(buffers)}")
     needed = (*buffers, "step") if "exp_avg" in buffers else ()
     missing = [name for name in needed if state.get(name) is None]
     if missing and len(missing) < len(needed):

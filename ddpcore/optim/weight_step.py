@@ -198,9 +198,8 @@ class _Columns:
     def __init__(self, flat: FlatParameters) -> None:
         self._flat = flat
         self.layout: tuple[Segment, ...] = flat.segments
-        self.scratch = torch.zeros(
-            2 + flat.param_LP.shape[0] * len(flat.segments), dtype=torch.float64, device=flat.param_LP.device
-        )
+        num = 2 + flat.param_LP.shape[0] * len(flat.segments)
+        self.scratch = torch.zeros(num, dtype=torch.float64, device=flat.param_LP.device)
         # name -> buffer [L, P], and by parameter id its view and the address that the view must have
         self.states: dict[str, tuple[Tensor, dict[int, tuple[Tensor, int]]]] = {}
         # The same views and addresses as lists, for some states of some parameters.
@@ -279,8 +278,5 @@ class _Columns:
         flat = self._flat
         firsts = flat.parameters[: len(flat.segments)]
         ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
-        return [
-            (index, segment.offset, end, segment.numel)
-            for index, (parameter, segment, end) in enumerate(zip(firsts, flat.segments, ends, strict=True))
-            if id(parameter) in members
-        ]
+        spans = enumerate(zip(firsts, flat.segments, ends, strict=True))
+        return [(index, one.offset, end, one.numel) for index, (p, one, end) in spans if id(p) in members]

@@ -50,11 +50,8 @@ class Registry(Generic[Part]):
 
     def options(self, name: str) -> dict[str, Any]:
         """The options of this part and their defaults, ``inspect.Parameter.empty`` for none. ValueError as `find`."""
-        return {
-            parameter.name: parameter.default
-            for parameter in self.parameters(name).values()
-            if parameter.kind in _BY_KEYWORD and parameter.name not in self.reserved
-        }
+        found = [one for one in self.parameters(name).values() if one.kind in _BY_KEYWORD]
+        return {one.name: one.default for one in found if one.name not in self.reserved}
 
     def takes(self, name: str, parameter: str) -> bool:
         """Whether the part of this name has a parameter of this name, which may be an option or reserved."""

@@ -112,10 +112,9 @@ class GradientBuckets:
         elif index in self._seen:
             return
         if gradient.requires_grad:
-            raise RuntimeError(
-                "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost: take "
-                "torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
-            )
+            what = "create_graph=True: the averaged gradient has no graph, so second derivatives would be lost"
+            advice = "take torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
+            raise RuntimeError(f"{what}: {advice}")
         self._seen.add(index)
         self._rows.add(row)
         if not self.waits or (gradient.numel() >= LARGE and not self._takes):
@@ -162,10 +161,9 @@ class GradientBuckets:
         """A backward pass begins, of a new step or of another learner. The one before may have raised an error."""
         refuse_compiled_autograd()
         if self.waits and self.is_open:
-            raise RuntimeError(
-                "the backward pass runs on the graph of an earlier pass that failed, or inside another one, so its "
-                "gradients are wrong: call zero_grad() and the model again; checkpoints need use_reentrant=False"
-            )
+            what = "the backward pass runs on the graph of an earlier pass that failed, or inside another one"
+            advice = "call zero_grad() and the model again; checkpoints need use_reentrant=False"
+            raise RuntimeError(f"{what}, so its gradients are wrong: {advice}")
         self._pass, self._takes = current, self._in_place()  # whether large gradients of this pass stay where they lie
         if is_new:
             self.restart()

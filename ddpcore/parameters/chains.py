@@ -202,9 +202,7 @@ def _summed(gradient: Tensor, out: Tensor | None, is_exact: bool) -> Tensor:
 
 @functools.cache
 @torch.no_grad()
-def _exact(
-    num: int, batch: int, fan_in: int, fan_out: int, has_bias: bool, dtype: torch.dtype, host: Any
-) -> list[bool]:
+def _exact(num: int, batch: int, fan_in: int, fan_out: int, biased: bool, dtype: torch.dtype, host: Any) -> list[bool]:
     """Whether outputs, and gradients of inputs, weights and biases, have the bits of each learner's own products.
 
     Libraries may add in another order for such shapes, so random numbers are multiplied in both ways, once.
@@ -216,8 +214,8 @@ def _exact(
     draw = {"generator": generator, "dtype": dtype, "device": "cpu"}
     with torch.autocast("cpu", enabled=False):
         inputs, weight, bias, gradient = (torch.randn(num, *size, **draw) for size in sizes)  # type: ignore[call-overload]
-        added = torch.baddbmm(bias.unsqueeze(1), inputs, weight.mT) if has_bias else torch.bmm(inputs, weight.mT)
-        ways = [(added, torch.stack(_products(inputs, weight, bias if has_bias else None)))]
+        added = torch.baddbmm(bias.unsqueeze(1), inputs, weight.mT) if biased else torch.bmm(inputs, weight.mT)
+        ways = [(added, torch.stack(_products(inputs, weight, bias if biased else None)))]
         pairs = (gradient, weight), (gradient.mT, inputs)
         ways += [(_multiplied(*pair, None, True), _multiplied(*pair, None, False)) for pair in pairs]
         ways += [(_summed(gradient, None, True), _summed(gradient, None, False))]

@@ -43,10 +43,8 @@ def _learner_of(model: nn.Module) -> nn.Module:
                 own.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
             _copy_node_hooks(parameter, own, memo)
     except Exception as error:
-        raise ValueError(
-            f"every virtual learner gets a copy of the model, and copy.deepcopy fails with {type(error).__name__}: "
-            f"{error}: give the model a __deepcopy__, or run real ranks"
-        ) from error
+        what = f"every virtual learner gets a copy of the model, and copy.deepcopy fails with {type(error).__name__}"
+        raise ValueError(f"{what}: {error}: give the model a __deepcopy__, or run real ranks") from error
     _check_functions(model, copied, "the model of each virtual learner")
     return copied
 
@@ -60,10 +58,8 @@ def copy_of(model: nn.Module) -> nn.Module:
     try:
         copied = _copied(model, _memo_of(model))
     except Exception as error:
-        raise ValueError(
-            f"the model for evaluation is a copy, and copy.deepcopy fails with {type(error).__name__}: {error}: give "
-            "the model a __deepcopy__"
-        ) from error
+        what = f"the model for evaluation is a copy, and copy.deepcopy fails with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}: give the model a __deepcopy__") from error
     _check_functions(model, copied, "the model for evaluation")
     return copied
 
@@ -138,11 +134,9 @@ def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
     for place, attributes in places:
         for key, value in attributes.items():
             if key not in _REGISTERED and _holds(value, own):
-                raise ValueError(
-                    f"{place}: {key} is or has a function that holds the model itself, so {what} would use its "
-                    "weights: make it a method, or take the module from the function's arguments, or set it on each "
-                    "of handle.models after distribute()"
-                )
+                why = f"is or has a function that holds the model itself, so {what} would use its weights"
+                advice = "take the module from the function's arguments, or set it on each of handle.models"
+                raise ValueError(f"{place}: {key} {why}: make it a method, or {advice} after distribute()")
 
 
 def _holds(value: Any, own: set[int]) -> bool:

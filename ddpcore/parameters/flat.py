@@ -117,11 +117,8 @@ class FlatParameters:
     def views_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter, in the order of ``parameters``, of any buffer with the layout of ``param_LP``."""
         start, step = int(buffer_LP.storage_offset()), buffer_LP.stride(0)
-        return tuple(
-            buffer_LP.as_strided(s.shape, s.stride, start + row * step + s.offset)
-            for row in range(len(buffer_LP))
-            for s in self.segments
-        )
+        places = ((start + row * step, s) for row in range(len(buffer_LP)) for s in self.segments)
+        return tuple(buffer_LP.as_strided(s.shape, s.stride, begin + s.offset) for begin, s in places)
 
     def stacks_of(self, buffer_LP: Tensor) -> tuple[Tensor, ...]:
         """One view ``[L, *S]`` per segment, of all learners, of any buffer with the layout of ``param_LP``."""
@@ -451,20 +448,15 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: materialise the model first (model.to_empty)")
         if parameter.device != first.device:
-            raise ValueError(
-                f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device}): "
-                "move the model to one device"
-            )
+            what = f"parameters are on two devices ({first_name} on {first.device}, {name} on {parameter.device})"
+            raise ValueError(f"{what}: move the model to one device")
         if parameter.dtype != first.dtype:
-            raise ValueError(
-                f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype}): "
-                "convert the model to one"
-            )
+            what = f"parameters have two dtypes ({first_name} is {first.dtype}, {name} is {parameter.dtype})"
+            raise ValueError(f"{what}: convert the model to one")
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: flat buffers take real floating-point parameters of 16 to 64 "
-                "bits: convert it, or freeze it with requires_grad_(False)"
-            )
+            takes = "flat buffers take real floating-point parameters of 16 to 64 bits"
+            advice = "convert it, or freeze it with requires_grad_(False)"
+            raise ValueError(f"parameter {name} is {parameter.dtype}: {takes}: {advice}")
         if parameter.numel() and not parameter.data_ptr():
             raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         if not _is_dense(parameter):

@@ -84,10 +84,8 @@ def is_compiled_autograd() -> bool:
 def refuse_compiled_autograd() -> None:
     """Raise RuntimeError if the backward pass is compiled. It runs hooks at other times than autograd does."""
     if is_compiled_autograd():
-        raise RuntimeError(
-            "compiled autograd runs the backward pass, and ddpcore's hooks need autograd: set "
-            "torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
-        )
+        advice = "set torch._dynamo.config.compiled_autograd = False; torch.compile of the model works"
+        raise RuntimeError(f"compiled autograd runs the backward pass, and ddpcore's hooks need autograd: {advice}")
 
 
 def weakly(method: Any) -> Callable[[Tensor], None]:

@@ -211,9 +211,8 @@ def _computes_alike(first: nn.Module, other: nn.Module) -> bool:
     if type(first) is not type(other) or first.training != other.training or "forward" in own or "forward" in its:
         return False
     names = _public(first)
-    return names == _public(other) and all(
-        _is_equal_value(own[name], its[name]) or not _decides(own[name], its[name]) for name in names
-    )
+    pairs = ((own[name], its[name]) for name in names)
+    return names == _public(other) and all(_is_equal_value(*pair) or not _decides(*pair) for pair in pairs)
 
 
 def _decides(*values: Any) -> bool:

@@ -43,11 +43,8 @@ MODEL = "model.safetensors"  # the averaged model at the end
 CHECKPOINTS = "checkpoints"  # a folder
 ADDRESS = "join.json"  # while a run lasts that new ranks can join
 LANDSCAPES = "landscape"  # a folder with HDF5 files, see ddpcore.records.surface
-_LISTS = {  # kind of a line -> the attribute of a record that has all of this kind
-    "resume": "resumed",
-    "epoch": "epochs",
-    **{kind: kind for kind in ("statistics", "hessian", "nonfinite", "members")},
-}
+# Kind of a line -> the attribute of a record that has all of this kind
+_LISTS = {"resume": "resumed", "epoch": "epochs"} | {k: k for k in ("statistics", "hessian", "nonfinite", "members")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +129,7 @@ SECTIONS = ("model", "data", "optimizer", "strategy", "run")
 # Keys of a config that change no result: they may change when a run is resumed, and do not tell two runs apart.
 BOOKKEEPING = (
     *("data.data_dir", "data.download", "strategy.timeout", "strategy.learners_at_once"),
-    *("run.checkpoint_every", "run.keep_last", "run.keep_best"),
-    *("run.save_nonfinite", "run.record_steps"),
+    *("run.checkpoint_every", "run.keep_last", "run.keep_best", "run.save_nonfinite", "run.record_steps"),
 )
 _NAMES_0_2 = {
     "model": "model", "dataset": "data", "optimizer": "optimizer", "schedule": "optimizer.schedule",

@@ -39,8 +39,7 @@ def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
     if not runs:
         return []
     losses = Section(title="Loss of the learners", charts=with_values(map(_losses_of, runs)))
-    sections = [_about(runs, groups), _curves(groups), _statistics(groups), losses, _topologies(groups)]
-    return [one for one in sections if one.lines or one.tables or one.charts or one.problems]
+    return [_about(runs, groups), _curves(groups), _statistics(groups), losses, _topologies(groups)]
 
 
 def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:

@@ -239,9 +239,8 @@ def _run_rank(
 
 def _start(run_rank: Callable[..., None], world_size: int, on_failure: str, forks: bool) -> None:
     listener = socket.create_server((LOOPBACK, 0))  # a TCPStore by itself would listen on every address
-    store = dist.TCPStore(
-        LOOPBACK, listener.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
     # The path of a server's socket must be short. It imports torch alone: its sys.path is not this process's.
     forks = forks and not torch.cuda.device_count() and len(tempfile.gettempdir()) <= 70
     context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
@@ -330,10 +329,9 @@ def check_agents() -> None:
     """Raise UsageError if ranks of torchrun cannot go on without each other: its agent ends all when one dies."""
     world = torchrun_world() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if world is not None and world.local_world_size == world.world_size > 1:
-        raise UsageError(
-            "on_failure='shrink' under one torchrun: it ends all its ranks when one dies, so start a torchrun for each "
-            "rank with --nproc-per-node 1, see docs/multihost.md, or start ranks with --world-size"
-        )
+        what = "on_failure='shrink' under one torchrun: it ends all its ranks when one dies"
+        advice = "start a torchrun for each rank with --nproc-per-node 1, see docs/multihost.md"
+        raise UsageError(f"{what}, so {advice}, or start ranks with --world-size")
 
 
 def _wait(ranks: Sequence[_Rank], on_failure: str) -> None:

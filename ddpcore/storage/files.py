@@ -5,6 +5,7 @@ All limits are here. Each is the default of an argument or a flag, which the err
 
 import fcntl
 import gzip
+import hashlib
 import io
 import os
 import stat
@@ -68,6 +69,14 @@ def read_file(path: Path, max_bytes: int | None = None, limit: str = "ddpcore.st
     with open_file(path) as file:
         check_bytes(path, os.fstat(file.fileno()).st_size, TEXT_BYTES if max_bytes is None else max_bytes, limit)
         return file.read()
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """The SHA-256 of a file from where it is read next, as ``sha256sum`` writes it."""
+    found = hashlib.sha256()
+    while part := file.read(MiB):
+        found.update(part)
+    return found.hexdigest()
 
 
 def check_bytes(path: Path, num_bytes: int, max_bytes: int, limit: str, what: str = "it has") -> None:

@@ -136,10 +136,8 @@ class ADPSGD(Strategy):
     def setup(self, num_learners: int, dtype: torch.dtype) -> None:
         check_mixable(self.name, dtype, "averages in pairs are")
         if self.speeds is not None and len(self.speeds) != num_learners:
-            raise ValueError(
-                f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners: give "
-                f"{num_learners} numbers"
-            )
+            what = f"adpsgd: speeds has {len(self.speeds)} numbers and there are {num_learners} learners"
+            raise ValueError(f"{what}: give {num_learners} numbers")
         self.topology.validate(num_learners)
         check_unweighted(self, num_learners)
         self._acceleration = self.acceleration(num_learners)
@@ -149,10 +147,8 @@ class ADPSGD(Strategy):
         if not self.accelerated:
             return None
         if self.topology.period(num_learners) != 1:
-            raise ValueError(
-                f"adpsgd: accelerated needs the same neighbours at every step, {self.topology!r} changes them: take "
-                "ddpcore.Ring(), or leave it out"
-            )
+            what = f"adpsgd: accelerated needs the same neighbours at every step, {self.topology!r} changes them"
+            raise ValueError(f"{what}: take ddpcore.Ring(), or leave it out")
         rates_NN = np.zeros((num_learners, num_learners))
         for learner in range(num_learners):
             peers = list(self.topology.round(0, learner, num_learners).sources)

@@ -215,10 +215,8 @@ def check_deaths(strategy: "Strategy | Baseline", num_learners: int | None = Non
 def check_unweighted(strategy: Strategy, num_learners: int) -> None:
     """Raise ValueError if the topology has weights of learners, which the strategy does not know."""
     if strategy.topology is not None and strategy.topology.kept_weights(num_learners) is not None:
-        raise ValueError(
-            f"{strategy.name} averages all learners alike and {strategy.topology!r} has weights: take dpsgd, or leave "
-            "the weights out"
-        )
+        what = f"{strategy.name} averages all learners alike and {strategy.topology!r} has weights"
+        raise ValueError(f"{what}: take dpsgd, or leave the weights out")
 
 
 def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str = "use autocast") -> None:
@@ -227,10 +225,8 @@ def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str 
     ``inexact`` is what is too inexact in 16 bits, with its verb, and ``remedy`` helps there, beside float32.
     """
     if dtype not in KERNEL_DTYPES:
-        raise ValueError(
-            f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}: call model.float(), or "
-            "take ssgd or local_sgd"
-        )
+        what = f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}"
+        raise ValueError(f"{what}: call model.float(), or take ssgd or local_sgd")
     if inexact and is_narrow(dtype):
         raise ValueError(f"{name}: {inexact} too inexact in 16 bits: keep parameters in float32, {remedy}")
 
@@ -245,11 +241,9 @@ def topology_of(name: str, topology: Any, default: Callable[[], Topology | None]
 def warn_of_growth(strategy: Any, num_learners: int) -> None:
     """Warn if the learners of an outer step with momentum move apart."""
     if strategy.differences_grow(num_learners):
-        warnings.warn(
-            f"{strategy.name}: outer_momentum is {strategy.outer_momentum:g}: with {num_learners} learners and "
-            f"{strategy.topology!r} the differences between learners grow without any gradient: take less",
-            stacklevel=2,
-        )
+        what = f"{strategy.name}: outer_momentum is {strategy.outer_momentum:g}"
+        why = f"with {num_learners} learners and {strategy.topology!r} the differences between learners grow"
+        warnings.warn(f"{what}: {why} without any gradient: take less", stacklevel=2)
 
 
 def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int | None = None) -> None:
@@ -260,10 +254,8 @@ def check_on_nonfinite(on_nonfinite: str, strategy: Strategy, num_learners: int 
     if strategy.topology is None:
         raise ValueError(f"on_nonfinite is 'quarantine': {strategy.name} has no neighbours: take 'skip'")
     if not strategy.traits.quarantines:
-        raise ValueError(
-            f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone: take 'skip', or "
-            "dpsgd without staleness and compression"
-        )
+        what = f"on_nonfinite is 'quarantine': {strategy.name} averages no weights of neighbours alone"
+        raise ValueError(f"{what}: take 'skip', or dpsgd without staleness and compression")
     if num_learners == 1:
         raise ValueError("on_nonfinite is 'quarantine': one learner has no neighbours: take 'skip', or more learners")
 
@@ -274,9 +266,8 @@ def check_group(strategy: Strategy, num_learners: int, num_rows: int = 1) -> Non
     if num_learners % size:
         raise ValueError(f"{name}: group is {size} of {num_learners} learners: take a divisor of {num_learners}")
     if num_rows % size and size % num_rows:
-        raise ValueError(
-            f"{name}: group is {size} and a rank holds {num_rows} learners: take a divisor or a multiple of {num_rows}"
-        )
+        what = f"{name}: group is {size} and a rank holds {num_rows} learners"
+        raise ValueError(f"{what}: take a divisor or a multiple of {num_rows}")
 
 
 class Baseline(ABC):

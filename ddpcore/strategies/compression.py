@@ -224,9 +224,8 @@ def codec_of(wanted: CodecLike) -> Codec | None:
     if wanted is None or isinstance(wanted, Codec):
         return wanted
     if not isinstance(wanted, str | Mapping):
-        raise ValueError(
-            f"compression is {wanted!r}: it must be a codec, such as Int4(), a name, or a mapping of name and settings"
-        )
+        what = f"compression is {wanted!r}"
+        raise ValueError(f"{what}: it must be a codec, such as Int4(), a name, or a mapping of name and settings")
     settings = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("name", None)
     if name == "none":

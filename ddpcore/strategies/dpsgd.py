@@ -69,8 +69,6 @@ def consensus_of(wanted: Consensus) -> AdaptiveConsensus | Setting | None:
 
 
 class _Pending(NamedTuple):
-    """An exchange in progress."""
-
     exchange: Exchange
     sent: Tensor
     published_LP: Tensor | None  # the values of what was sent; None if the weights were
@@ -179,10 +177,8 @@ class DPSGD(GradientAverages):
     def traits(self) -> Traits:
         codec, no_deaths = self.compression, NO_DEATHS_IN_GROUPS if self.group > 1 else ""
         if codec is not None and codec.differences:
-            no_deaths = (
-                f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them: "
-                "take bf16 or int8 without error feedback"
-            )
+            why = f"{codec.name} sends differences, which need fixed neighbours, and on_failure='shrink' changes them"
+            no_deaths = f"{why}: take bf16 or int8 without error feedback"
         return Traits(
             averages_gradients=self.group > 1,
             group=self.group,
@@ -204,10 +200,8 @@ class DPSGD(GradientAverages):
         self.topology.validate(num_learners)
         codec = self.compression
         if codec is not None and codec.differences and self.topology.period(num_learners) != 1:
-            raise ValueError(
-                f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them: take a "
-                "fixed topology (ring), or bf16 or int8 without error feedback"
-            )
+            what = f"dpsgd: {codec.name} keeps an estimate of each neighbour and {self.topology!r} changes them"
+            raise ValueError(f"{what}: take a fixed topology (ring), or bf16 or int8 without error feedback")
         if self.staleness:
             check_stale(self.topology, num_learners)
 

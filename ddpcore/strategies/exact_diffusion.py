@@ -68,22 +68,17 @@ class ExactDiffusion(Strategy):
         check_mixable(self.name, dtype, "differences of weights are")
         self.topology.validate(num_learners)
         if self.topology.period(num_learners) != 1:
-            raise ValueError(
-                f"exact_diffusion: {self.topology!r} changes from step to step, which may diverge: take a fixed "
-                "topology (ring), or gradient_tracking"
-            )
+            what = f"exact_diffusion: {self.topology!r} changes from step to step, which may diverge"
+            raise ValueError(f"{what}: take a fixed topology (ring), or gradient_tracking")
         mixing = self._mixing.mixing_matrix(0, num_learners)
         if not is_symmetric(mixing):
-            raise ValueError(
-                f"exact_diffusion: {self.topology!r} of {num_learners} learners is not symmetric, which may diverge: "
-                "take ring, or gradient_tracking"
-            )
+            what = f"exact_diffusion: {self.topology!r} of {num_learners} learners is not symmetric, which may diverge"
+            raise ValueError(f"{what}: take ring, or gradient_tracking")
         least = float(np.linalg.eigvalsh(mixing.dense())[0])
         if least <= -1 / 3 + TOLERANCE:
-            raise ValueError(
-                f"exact_diffusion: the least eigenvalue of {self.topology!r} with {num_learners} learners is "
-                f"{least:.3g}, and lazy=False (D2) diverges unless it is above -1/3: take lazy=True"
-            )
+            what = f"the least eigenvalue of {self.topology!r} with {num_learners} learners is {least:.3g}"
+            why = "and lazy=False (D2) diverges unless it is above -1/3"
+            raise ValueError(f"exact_diffusion: {what}, {why}: take lazy=True")
 
     @override
     def after_step(self, learner: Learner) -> None:

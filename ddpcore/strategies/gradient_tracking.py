@@ -65,10 +65,8 @@ class GradientTracking(Strategy):
         self.topology.validate(num_learners)
         period = self.topology.period(num_learners)
         if period is not None and num_learners <= MOST_CHECKED and self.topology.spectral_gap(num_learners) <= 1e-9:
-            raise ValueError(
-                f"gradient_tracking: averages over {self.topology!r} never bring {num_learners} learners together "
-                "(spectral gap 0): give each learner a part of its own weights"
-            )
+            what = f"averages over {self.topology!r} never bring {num_learners} learners together (spectral gap 0)"
+            raise ValueError(f"gradient_tracking: {what}: give each learner a part of its own weights")
 
     @override
     def before_forward(self, learner: Learner) -> None:
@@ -88,10 +86,8 @@ class GradientTracking(Strategy):
         """Take the averages: ``w <- W w``, and ``W q + g - g_before`` for the gradient."""
         optimizer = learner.optimizer
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            raise RuntimeError(
-                "gradient_tracking: a gradient scaler is in use, and a scale or an overflow would stay in the tracked "
-                "gradients: train in bfloat16 or float32 without one"
-            )
+            why = "a gradient scaler is in use, and a scale or an overflow would stay in the tracked gradients"
+            raise RuntimeError(f"gradient_tracking: {why}: train in bfloat16 or float32 without one")
         self.before_forward(learner)  # does nothing, unless the gradients were set without a forward pass
         assert self._exchange is not None and self._message_LX is not None and self._gradient_LP is not None
         flat, exchange, self._exchange = learner.flat, self._exchange, None

@@ -197,10 +197,9 @@ class Learner:
             parts = [apart_LP[:, segment.offset : segment.offset + segment.numel] for segment in flat.segments]
             return self.whole(torch.stack([part.double().square().sum(dim=1) for part in parts], dim=1))
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
-        sums_LS = [
-            ops.noise_sums([row], [*bounds, flat.numel], average)[::2]  # every second interval is padding
-            for row, average in zip(weights_LP, average_LP, strict=True)
-        ]
+        pairs = zip(weights_LP, average_LP, strict=True)
+        # every second interval is padding
+        sums_LS = [ops.noise_sums([row], [*bounds, flat.numel], average)[::2] for row, average in pairs]
         return self.whole(torch.stack(sums_LS))
 
     def whole(self, sums_LS: Tensor) -> Tensor:

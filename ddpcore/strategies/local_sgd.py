@@ -30,10 +30,8 @@ def _filled(rows: Tensor, fill: Callable[[], object]) -> Tensor:
 def _check_rounds(topology: object, then: object, outer: object, restart: int, codec: Codec | None) -> None:
     """Check what a round sends, and what it does after its first average."""
     if codec is not None and (outer is None or topology is not None):
-        raise ValueError(
-            f"local_sgd: compression is {codec.name}: it sends changes of an anchor that all learners share: "
-            "pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology"
-        )
+        what = f"local_sgd: compression is {codec.name}: it sends changes of an anchor that all learners share"
+        raise ValueError(f"{what}: pass outer, such as lambda p: torch.optim.SGD(p, lr=1.0), and no topology")
     check_range("local_sgd: restart", typed("local_sgd: restart", restart, int), least=0)
     topology_of("local_sgd: then", then)
     if then is not None and topology is None:
@@ -173,10 +171,8 @@ class LocalSGD(GradientAverages):
         if not no_deaths and (self.overlap or self.compression is not None):
             no_deaths = "on_failure='shrink' needs averages that end in their step: leave overlap and compression out"
         elif not no_deaths and self.topology is not None and self.outer is not None:
-            no_deaths = (
-                "with topology each learner has an anchor of its own, which on_failure='shrink' cannot give to another "
-                "one: leave topology or outer out"
-            )
+            why = "which on_failure='shrink' cannot give to another one: leave topology or outer out"
+            no_deaths = f"with topology each learner has an anchor of its own, {why}"
         return Traits(
             averages_gradients=self.switch_step > 0 or self.group > 1,
             group=self.group,
@@ -235,12 +231,9 @@ class LocalSGD(GradientAverages):
             return
         flat, comm = learner.flat, learner.comm
         self._parts = [Part(0, 0, flat.numel)] if self.fragments == 1 else parts_of(flat, self.fragments)
-        self._copies = [
-            comm.allocate((len(flat.param_LP), end - begin), flat.param_LP.dtype, flat.param_LP.device)
-            if (self.overlap or self.alpha) and self.compression is None
-            else None
-            for _, begin, end in self._parts
-        ]
+        are_kept = (self.overlap or self.alpha) and self.compression is None
+        shapes, like = [(len(flat.param_LP), end - begin) for _, begin, end in self._parts], flat.param_LP
+        self._copies = [comm.allocate(shape, like.dtype, like.device) if are_kept else None for shape in shapes]
         self._counts = [torch.zeros(len(comm.learners), dtype=torch.float64, device="cpu") for _ in self._parts]
         if self.weights is not None and not isinstance(self.weights, str):
             learner.shares = shares_of(self.name, self.weights, learner, None)

@@ -96,10 +96,8 @@ def check_fragments(fragments: Fragments, period: int) -> int:
     lists = fragments if isinstance(fragments, Sequence) and not isinstance(fragments, str) else None
     for names in lists or ():
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(
-                f"local_sgd: fragments has {names!r}: each fragment is a list of names of modules, such as "
-                "['layer1', 'layer2']"
-            )
+            what = f"local_sgd: fragments has {names!r}"
+            raise ValueError(f"{what}: each fragment is a list of names of modules, such as ['layer1', 'layer2']")
     number: int = typed("local_sgd: fragments", fragments, int) if lists is None else len(lists)
     check_range("local_sgd: fragments", number, least=1, most=period)
     return number
@@ -134,11 +132,8 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
 
 def _by_name(name: str, fragments: Sequence[Sequence[str]]) -> int:
     """The fragment of a parameter."""
-    found = [
-        number
-        for number, prefixes in enumerate(fragments)
-        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
-    ]
+    inside = [any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes) for prefixes in fragments]
+    found = [number for number, is_inside in enumerate(inside) if is_inside]
     if len(found) != 1:
         where = f"fragments {' and '.join(map(str, found))}" if found else "no fragment"
         raise ValueError(f"local_sgd: fragments: parameter {name} is in {where}: name it, or its module, once")

@@ -44,10 +44,8 @@ class SlowMo(Strategy):
         if base is not None and base.staleness:
             raise ValueError("slowmo: each exchange must end within its period: take a base of staleness 0")
         if base is not None and base.compression is not None and base.compression.differences:
-            raise ValueError(
-                f"slowmo: base sends differences by {base.compression.name}, which do not include the slow step: take "
-                "another compression"
-            )
+            what = f"slowmo: base sends differences by {base.compression.name}, which do not include the slow step"
+            raise ValueError(f"{what}: take another compression")
         self.base, self._inner = base, Strategy() if base is None else base
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology

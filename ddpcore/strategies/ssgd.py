@@ -60,10 +60,9 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
         assert counts_L is not None
         all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device), learner.step).cpu()
         if bad := [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]:
-            raise ValueError(
-                f"{name}: num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative: "
-                "before each backward pass set handle.num_samples to the samples of its loss, one for each learner here"
-            )
+            what = f"num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative"
+            advice = "before each backward pass set handle.num_samples to the samples of its loss"
+            raise ValueError(f"{name}: {what}: {advice}, one for each learner here")
         weights = (all_n.square() if weights == "tokens" else all_n).tolist()
     size = size or num
     table = torch.tensor(weights, dtype=torch.float64, device="cpu").view(-1, size)
@@ -132,11 +131,9 @@ class GradientAverages(Strategy):
         is_first = columns.storage_offset() == learner.flat.grad_LP.storage_offset()
         if is_first and self._works:
             self.after_backward(learner)  # raises the error of the connection if a rank died
-            raise RuntimeError(
-                "the backward pass runs on the graph of an earlier pass that failed while averages were in progress, "
-                "or inside another one (use_reentrant=True), so its gradients are wrong: call zero_grad() and the "
-                "model again, with use_reentrant=False"
-            )
+            what = "the backward pass runs on the graph of an earlier pass that failed while averages were in progress"
+            others = "or inside another one (use_reentrant=True), so its gradients are wrong"
+            raise RuntimeError(f"{what}, {others}: call zero_grad() and the model again, with use_reentrant=False")
         size, comm, step = self.plan(learner.step).gradients, learner.comm, learner.step
         if size == 1:
             return

@@ -90,10 +90,8 @@ def _check_learners(factory: MakeOptimizer, name: str) -> None:
         raise AssertionError(f"{name}: one virtual learner differs from a plain loop by {_apart(alone, plain[0]):.3g}")
     for learner, (row, wanted) in enumerate(zip(several, plain, strict=True)):
         if not torch.equal(row, wanted):
-            raise AssertionError(
-                f"{name}: virtual learner {learner} of 3 that never average differs from a plain loop by "
-                f"{_apart(row, wanted):.3g}: the rule must not combine different parameters"
-            )
+            what = f"{name}: virtual learner {learner} of 3 that never average differs from a plain loop"
+            raise AssertionError(f"{what} by {_apart(row, wanted):.3g}: the rule must not combine different parameters")
 
 
 def _loop(factory: MakeOptimizer, first: int, num_rows: int | None) -> Tensor:

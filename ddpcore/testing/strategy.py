@@ -157,18 +157,14 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
     silent = [step for step in range(SAID_STEPS) if said[step] and not run.sent[step]]
     if strategy.traits.waits and silent:
-        raise AssertionError(
-            f"{where}: plan({silent[0]}).weights is true and nothing is sent in that step, so policies would average "
-            "without the weights: define plan()"
-        )
+        what = f"plan({silent[0]}).weights is true and nothing is sent in that step"
+        raise AssertionError(f"{where}: {what}, so policies would average without the weights: define plan()")
     for step in range(SAID_STEPS):
         size = strategy.plan(step).gradients
         _check_gradients(f"{where}: plan({step}).gradients is {size}", size or count, run.gradients[step])
     if any(run.sent) and not strategy.traits.averages_gradients and not run.counts["checks"]:
-        raise AssertionError(
-            f"{where}: weights are sent and learner.check_sent() is never called: call it before, so that numbers that "
-            "are not finite reach no neighbour"
-        )
+        what = f"{where}: weights are sent and learner.check_sent() is never called"
+        raise AssertionError(f"{what}: call it before, so that numbers that are not finite reach no neighbour")
 
 
 def _check_gradients(says: str, size: int, rows: Sequence[Tensor | None]) -> None:
@@ -179,10 +175,8 @@ def _check_gradients(says: str, size: int, rows: Sequence[Tensor | None]) -> Non
         is_equal = bool((row - before).abs().max() <= 1e-5 * row.abs().max())
         if is_equal != (learner % size > 0):
             found = "are equal" if is_equal else "differ"
-            raise AssertionError(
-                f"{says}, and the gradients of learners {learner - 1} and {learner} {found} after that step: define "
-                "plan() as the strategy averages them"
-            )
+            what = f"{says}, and the gradients of learners {learner - 1} and {learner} {found} after that step"
+            raise AssertionError(f"{what}: define plan() as the strategy averages them")
 
 
 def _check_alone(
@@ -216,7 +210,5 @@ def _demand(what: str, ours: Tensor, reference: Tensor, tolerance: float) -> Non
     rows = (ours - reference).abs().reshape(len(ours), -1).amax(dim=1)
     worst = rows.max().item()
     if not worst <= tolerance:  # NaN too
-        raise AssertionError(
-            f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from the {what} of virtual learners in one "
-            f"run: at most {tolerance:g} is allowed"
-        )
+        those = f"the {what} of virtual learners in one run: at most {tolerance:g} is allowed"
+        raise AssertionError(f"{what} of learner {int(rows.argmax())} differ by {worst:.3g} from {those}")

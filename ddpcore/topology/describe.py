@@ -129,7 +129,6 @@ def check_stale(topology: Topology, num_learners: int) -> None:
         product = np.block([[identity, (mixing.dense() - identity) / 2], [identity, none]]) @ product
     radius = float(abs(np.linalg.eigvals(differences @ product)).max())
     if radius >= 1:
-        raise ValueError(
-            f"{topology!r} of {num_learners} learners with staleness 1 drives them apart (spectral radius "
-            f"{radius:.3g} over {period} steps): take staleness 0, or a symmetric topology"
-        )
+        what = f"{topology!r} of {num_learners} learners with staleness 1 drives them apart"
+        speed = f"spectral radius {radius:.3g} over {period} steps"
+        raise ValueError(f"{what} ({speed}): take staleness 0, or a symmetric topology")

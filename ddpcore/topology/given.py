@@ -87,10 +87,8 @@ class FromGraph(Given):
             raise ValueError(f"FromGraph: a {type(graph).__name__} has no {missing[0]}: give a networkx graph")
         num_learners = len(graph.nodes)
         if num_learners == 0 or set(graph.nodes) != set(range(num_learners)):
-            raise ValueError(
-                f"FromGraph: the nodes must be 0 to {max(num_learners - 1, 0)}: "
-                "networkx.convert_node_labels_to_integers makes them so"
-            )
+            what = f"FromGraph: the nodes must be 0 to {max(num_learners - 1, 0)}"
+            raise ValueError(f"{what}: networkx.convert_node_labels_to_integers makes them so")
         directed = bool(graph.is_directed())
         edges = {(edge[0], edge[1]) for edge in graph.edges if edge[0] != edge[1]}
         if not directed:

@@ -120,10 +120,8 @@ class Torus2D(Static):
         num_columns, rest = divmod(num_learners, num_rows)
         if rest or (min(num_rows, num_columns) == 1 and num_learners > 1):
             rows = f"{self.num_rows} rows" if self.num_rows else "rows"
-            raise ValueError(
-                f"Torus2D: {num_learners} learners are no grid of {rows} and columns, at least 2 of each: "
-                "take a number that has such factors, or Ring"
-            )
+            what = f"Torus2D: {num_learners} learners are no grid of {rows} and columns, at least 2 of each"
+            raise ValueError(f"{what}: take a number that has such factors, or Ring")
         return num_rows, num_columns
 
 
@@ -144,9 +142,8 @@ class Hypercube(Static):
         """log2 n dimensions of length 2."""
         num_bits = (num_learners - 1).bit_length()
         if num_learners != 1 << num_bits:
-            raise ValueError(
-                f"Hypercube: {num_learners} learners are no power of two: take {1 << num_bits}, or StaticExponential"
-            )
+            what = f"Hypercube: {num_learners} learners are no power of two"
+            raise ValueError(f"{what}: take {1 << num_bits}, or StaticExponential")
         return (2,) * num_bits or (1,)
 
 

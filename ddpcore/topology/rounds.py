@@ -125,10 +125,9 @@ def check_weights(name: str, mixing: MixingMatrix, *, push_sum: bool, kept: Vect
     for line, found in (("column", of_columns),) if push_sum else (("row", of_rows), ("column", of_columns)):
         worst = int(abs(found - 1).argmax())
         if abs(found[worst] - 1) > TOLERANCE:
-            text = f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1"
-            raise ValueError(
-                text + (", or use push-sum: the columns do" if line == "row" and columns_hold and kept is None else "")
-            )
+            fits_push_sum = line == "row" and columns_hold and kept is None
+            more = ", or use push-sum: the columns do" if fits_push_sum else ""
+            raise ValueError(f"{name}: {line} {worst} sums to {found[worst]:.6g}, make it sum to 1{more}")
 
 
 def check_connected(name: str, matrices: Sequence[MixingMatrix]) -> None:

@@ -30,10 +30,8 @@ class Milestones(Generic[T]):
             stages = ()
         steps = [step for step, _ in stages]
         if any(type(step) is not int for step in steps) or steps[:1] != [0] or any(a >= b for a, b in pairwise(steps)):
-            raise ValueError(
-                f"{name} is {self.stages!r}: it must be pairs of a step and a value, in ascending order from "
-                "step 0, such as [[0, 64], [600, 1]]"
-            )
+            form = "pairs of a step and a value, in ascending order from step 0, such as [[0, 64], [600, 1]]"
+            raise ValueError(f"{name} is {self.stages!r}: it must be {form}")
         object.__setattr__(self, "stages", stages)
 
     def __call__(self, step: float) -> T:

@@ -193,9 +193,8 @@ class BetweenGroups(Topology):
         check(step, rank, num_learners)
         group, place = divmod(rank, self.size)
         turn = self.between.round(step, group, self.num_groups(num_learners))
-        sources, readers = (
-            tuple(other * self.size + place for other in others) for others in (turn.sources, turn.destinations)
-        )
+        both = (turn.sources, turn.destinations)
+        sources, readers = (tuple(other * self.size + place for other in others) for others in both)
         return Round(turn.self_weight, sources, turn.weights, readers)
 
     @override

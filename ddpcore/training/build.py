@@ -110,14 +110,9 @@ def read_dataset(config: TrainConfig, *, first: bool) -> Dataset:
 
     ValueError: files are missing or damaged, or the options do not fit the data set.
     """
-    return load_dataset(
-        config.data.name,
-        seed=config.run.seed,
-        **{name: getattr(config.data, name) for name in DATASET_FIELDS},
-        download=config.data.download and first,
-        verify=first,
-        **{**_shape_options(config), **config.data.options},
-    )
+    data, options = config.data, {**_shape_options(config), **config.data.options}
+    given: dict[str, Any] = {"seed": config.run.seed, **{name: getattr(data, name) for name in DATASET_FIELDS}}
+    return load_dataset(data.name, download=data.download and first, verify=first, **given, **options)
 
 
 def _shape_options(config: TrainConfig) -> dict[str, Any]:

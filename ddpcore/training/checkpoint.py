@@ -16,7 +16,7 @@ from ddpcore.comm.groups import barrier, default_group, gather_objects
 from ddpcore.comm.membership import Membership
 from ddpcore.options.extras import extra
 from ddpcore.records.run import FILES, FORMAT, MANIFEST, nested, rank_files, read_manifest, step_folder, steps_of
-from ddpcore.storage.files import TREE_BYTES, MiB, open_file, plain, read_file, shown, sync_folder, write_file
+from ddpcore.storage.files import TREE_BYTES, open_file, plain, read_file, sha256_of, shown, sync_folder, write_file
 from ddpcore.storage.serialization import pack, unpack
 
 _DIGEST_BYTES = 512  # room for the names and digests of the two files of a rank
@@ -151,10 +151,8 @@ class Checkpoints:
             return found, [self._load(found, member, device) for member in members]
         if members != self.members:
             which = f", of learners {list(members)}," if len(members) == len(self.members) else ""
-            raise ValueError(
-                f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which} and these are "
-                f"{len(self.members)}: resume with as many"
-            )
+            what = f"checkpoint {shown(self.path(found))} was written by {len(members)} processes{which}"
+            raise ValueError(f"{what} and these are {len(self.members)}: resume with as many")
         return found, self._load(found, self.rank, device)
 
     def _load(self, step: int, rank: int, device: torch.device | str) -> Any:
@@ -193,8 +191,9 @@ class Checkpoints:
             for name, digest in outer["manifest"]["files"].items():
                 if not FILES.fullmatch(name):
                     return f"{shown(name)} is no file of a checkpoint"
-                if _digest_of_file(folder / name) != digest:
-                    return f"{name} does not match its checksum"
+                with open_file(folder / name) as file:
+                    if sha256_of(file) != digest:
+                        return f"{name} does not match its checksum"
             for path in folder.glob(rank_files("*")[0]):
                 open_file(path).close()
                 with safetensors.safe_open(path, framework="pt"):
@@ -225,14 +224,6 @@ def load_safetensors() -> Any:
     with extra("train"):
         import safetensors.torch  # noqa: PLC0415  the command must start before it can report a missing package
     return safetensors
-
-
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_file(path) as file:
-        while piece := file.read(MiB):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _digest(manifest: dict[str, Any]) -> str:

@@ -182,11 +182,9 @@ class TrainConfig:
         mine, known, defaults = dotted(self.to_dict()), nested(other), _defaults()
         theirs = dotted({name: {**defaults[name], **known.get(name, {})} for name in SECTIONS})
         measured = {"data.learners_batch"} if self.data.balance and theirs["data.balance"] else set()
-        return [
-            f"{name} is {mine.get(name)!r}, not {theirs.get(name)!r}"
-            for name in sorted({*mine, *theirs} - set(BOOKKEEPING) - measured)
-            if mine.get(name) != theirs.get(name)
-        ]
+        compared = sorted({*mine, *theirs} - set(BOOKKEEPING) - measured)
+        unlike = [name for name in compared if mine.get(name) != theirs.get(name)]
+        return [f"{name} is {mine.get(name)!r}, not {theirs.get(name)!r}" for name in unlike]
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,12 +255,8 @@ def _check_sections(what: str, keys: Iterable[str], others: Sequence[str] = ()) 
 
 def describe_fields(word: str = "") -> list[tuple[str, str]]:
     """The key and the text of each field whose key or text has the word; all without a word."""
-    found = [
-        (key_of(section, item.name), described(item).replace("``", ""))
-        for section in CLASSES.values()
-        for item in fields(section)
-        if item.name in section.PLAIN
-    ]
+    items = [(section, item) for section in CLASSES.values() for item in fields(section) if item.name in section.PLAIN]
+    found = [(key_of(section, item.name), described(item).replace("``", "")) for section, item in items]
     return [(key, text) for key, text in found if word.lower() in f"{key} {text}".lower()]
 
 

@@ -80,7 +80,6 @@ def _load(model: nn.Module, path: Path) -> None:
     for name in [*own, *tensors]:
         here, there = (tuple(side[name].shape) if name in side else None for side in (own, tensors))
         if here != there:
-            raise ValueError(
-                f"{shown(path)} is of another model: {plain(name)} is {there} there and {here} in that of the config"
-            )
+            what = f"{shown(path)} is of another model"
+            raise ValueError(f"{what}: {plain(name)} is {there} there and {here} in that of the config")
     model.load_state_dict(tensors)

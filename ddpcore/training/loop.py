@@ -383,13 +383,10 @@ class Loop:
             self.writer.sync()  # a checkpoint must not be newer than the record
         if self.steps is not None:
             self.steps.flush(to_disk=True)
-        best = self.progress.best
-        self.checkpoints.save(
-            self.trainer.num_steps,
-            {**state, "progress": self.progress.state_dict(), "statistics": self.measured.state_dict()},
-            keep_last=self.config.run.keep_last,
-            best=best["step"] if best is not None and self.config.run.keep_best else None,
-        )
+        state |= {"progress": self.progress.state_dict(), "statistics": self.measured.state_dict()}
+        best = self.progress.best if self.config.run.keep_best else None
+        kept = None if best is None else best["step"]
+        self.checkpoints.save(self.trainer.num_steps, state, keep_last=self.config.run.keep_last, best=kept)
         return True
 
     def _most(self, number: int) -> int:

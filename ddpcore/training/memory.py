@@ -61,10 +61,8 @@ def estimate(config: TrainConfig, trainer: Trainer) -> str:
     weights = num * sum(parameter.nbytes for parameter in trainer.module.parameters()) * (2 + num_states(config))
     who = f"{at_once} of {num} learners at once" if num > 1 else "one learner"
     known = "unknown" if found is None else bytes_text(at_once * found)
-    return (
-        f"memory, estimated: activations {known} ({who}, {samples} samples each), weights, gradients and states "
-        f"{bytes_text(weights)}"
-    )
+    activations = f"activations {known} ({who}, {samples} samples each)"
+    return f"memory, estimated: {activations}, weights, gradients and states {bytes_text(weights)}"
 
 
 def bytes_text(num: float) -> str:

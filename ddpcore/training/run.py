@@ -215,18 +215,16 @@ def _differences(config: TrainConfig, known: Mapping[str, Any], resume: bool) ->
     if resume and _is_longer(config, known):
         name = config.optimizer.schedule
         if name not in OF_ANY_LENGTH:
-            raise ValueError(
-                f"the saved run is shorter, and learning rates of the schedule {name!r} depend on the length: only a "
-                f"run with the schedule {', '.join(sorted(OF_ANY_LENGTH))} can be made longer"
-            )
+            what = f"the saved run is shorter, and learning rates of the schedule {name!r} depend on the length"
+            advice = f"only a run with the schedule {', '.join(sorted(OF_ANY_LENGTH))} can be made longer"
+            raise ValueError(f"{what}: {advice}")
         known = {**known, "run": {**known["run"], "epochs": config.run.epochs, "steps": config.run.steps}}
     if not resume or own == theirs:
         return config.difference(known)
     if config.data.sampler != SAMPLERS[0] or config.data.shards != SHARDS[0]:
-        raise ValueError(
-            f"strategy.learners is {own}, not {theirs}, and each learner has samples of its own: resume with {theirs} "
-            f"learners; only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
-        )
+        what = f"strategy.learners is {own}, not {theirs}, and each learner has samples of its own"
+        deals = f"only sampler {SAMPLERS[0]!r} with {SHARDS[0]!r} shards deals samples again"
+        raise ValueError(f"{what}: resume with {theirs} learners; {deals}")
     return config.difference({**known, "strategy": {**known.get("strategy", {}), "learners": own}})
 
 
@@ -309,7 +307,5 @@ def _store_of(out: Path) -> dist.Store:
     try:
         return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
     except RuntimeError as error:
-        raise ValueError(
-            f"{shown(out)}: the store at {host}:{port} does not answer: the run has ended, or this is another machine "
-            "and the run was not started by torchrun"
-        ) from error
+        advice = "the run has ended, or this is another machine and the run was not started by torchrun"
+        raise ValueError(f"{shown(out)}: the store at {host}:{port} does not answer: {advice}") from error

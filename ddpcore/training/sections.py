@@ -327,9 +327,8 @@ for _section in CLASSES.values():
     _section.HINTS = {name: _hints[name] for name in _fields}
     _section.PARTS = {name: item.metadata["parts"] for name, item in _fields.items() if _options_of(name) in _fields}
     _section.PLAIN = tuple(name for name in _fields if name not in map(_options_of, _section.PARTS))
-    _section.__doc__ = f"{_section.__doc__}\n\n    Attributes:\n" + "\n".join(
-        f"        {name}: {item.metadata['about']}" for name, item in _fields.items()
-    )
+    _lines = (f"        {name}: {item.metadata['about']}" for name, item in _fields.items())
+    _section.__doc__ = "\n".join([f"{_section.__doc__}\n\n    Attributes:", *_lines])
 
 
 def random_samples(dataset: Dataset, name: str, num: int, least: int, seed: int) -> Tensor:

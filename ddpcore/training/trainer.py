@@ -247,10 +247,8 @@ class Trainer:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
             first = " ".join(str(error).partition("\n")[0].split())
-            raise MemoryError(
-                f"{first} (forward or backward pass): set strategy.learners_at_once=1, which gives the same bits, or a "
-                "larger data.accumulation"
-            ) from None
+            advice = "set strategy.learners_at_once=1, which gives the same bits, or a larger data.accumulation"
+            raise MemoryError(f"{first} (forward or backward pass): {advice}") from None
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def state_dict(self) -> dict[str, Any]:

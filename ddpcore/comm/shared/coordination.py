@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.comm.groups import gather_objects
+from ddpcore.comm.groups import CALL_ALIKE, gather_objects
 from ddpcore.comm.shared import memory
 from ddpcore.ops.library import LIBRARY_FILE, WHY_NOT_COMPILED
 
@@ -199,11 +199,8 @@ class Coordinator:
         mine = self._text(self.rank, number)
         for rank in ranks:
             if (theirs := self._text(rank, number)) != mine:
-                self.fail(
-                    f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}: all ranks "
-                    "must call the same: run a pass of one rank alone under torch.no_grad(), step() and "
-                    "evaluation_model() on all"
-                )
+                what = f"rank {rank} came to operation {number} with {theirs}, rank {self.rank} with {mine}"
+                self.fail(f"{what}: {CALL_ALIKE}")
 
     def finish(self, number: int) -> None:
         """Tell the others that this rank has finished this operation and all earlier ones."""
@@ -276,11 +273,10 @@ class Coordinator:
                     break
                 self._check_others([] if may_die else ranks, flag, number)
                 if time.monotonic() > deadline:
-                    self.fail(
-                        f"rank {rank} did not arrive within {self.timeout:g} s at operation {number}, "
-                        f"{self._text(self.rank, number)}: it may be slower, or train other parameters in this step, "
-                        "or not make this call, such as evaluation_model()"
-                    )
+                    where = f"operation {number}, {self._text(self.rank, number)}"
+                    late = f"rank {rank} did not arrive within {self.timeout:g} s at {where}"
+                    why = "it may be slower, or train other parameters in this step"
+                    self.fail(f"{late}: {why}, or not make this call, such as evaluation_model()")
             began, before = time.perf_counter(), began
             if has_come:
                 come.append(rank)

@@ -84,10 +84,9 @@ class SharedLiveWeights(LiveWeights):
                 self._lock(rank)
                 locked.append(rank)
                 if (mark := self._marks.read(rank)) != 0:
-                    self._coordinator.fail(
-                        f"rank {mark - 1} is gone (it died or left) in the middle of an average, so the weights of "
-                        f"rank {rank} are lost: begin at the last checkpoint"
-                    )
+                    why = f"rank {mark - 1} is gone (it died or left) in the middle of an average"
+                    lost = f"the weights of rank {rank} are lost"
+                    self._coordinator.fail(f"{why}, so {lost}: begin at the last checkpoint")
             for rank in ranks:
                 self._marks.post(rank, self._rank + 1)
             yield
