@@ -61,7 +61,7 @@ def download(name: str, data_dir: str | Path) -> None:
             if file.endswith(".tar.gz"):
                 _unpack(Path(archive), folder, source.layouts[0])
         except (OSError, ValueError, EOFError, zlib.error, tarfile.TarError) as error:  # requests' are OSErrors
-            reason = plain(str(error).splitlines()[0])
+            reason = plain((str(error).splitlines() or [type(error).__name__])[0])
             raise ValueError(f"{source.url}: cannot be fetched ({reason}), try again or fetch it by hand") from error
 
 

@@ -74,7 +74,7 @@ def _load(model: nn.Module, path: Path) -> None:
     try:
         tensors = load_safetensors().torch.load_file(path)
     except Exception as error:  # damaged bytes can cause any error
-        reason = plain(str(error).splitlines()[0])
+        reason = plain((str(error).splitlines() or [type(error).__name__])[0])
         raise ValueError(f"{shown(path)} cannot be read ({reason}): is it damaged?") from error
     own = model.state_dict()
     for name in [*own, *tensors]:
