@@ -352,6 +352,9 @@ OWN = [Residual(nn.Linear(4, 4)), Doubled(4, 4), Centered(), Called(4, 4), Rever
 @pytest.mark.parametrize("layer", OWN[:3], ids=lambda one: type(one).__name__)
 def test_a_forward_of_its_own_is_called(layer: nn.Module) -> None:
     """A subclass of a layer of torch is no layer of a chain, and a function mode sees each learner's layers."""
+    torch.manual_seed(0)
+    for parameter in (one for own in (layer, *OWN[3:]) for one in own.parameters()):
+        nn.init.normal_(parameter, std=0.3)
     for vectorize, own, mode in itertools.product((None, True), (layer, *OWN[3:]), (Mode, contextlib.nullcontext)):
         models = learners(nn.Sequential(nn.Linear(4, 4), own), 16, vectorize)
         inputs = torch.randn(16, 16, 4)
