@@ -6,8 +6,10 @@ memory. So every rank and every virtual learner draws the same ones (docs/optimi
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,8 +97,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         own, groups = self.param_groups, list(state_dict["param_groups"])
         saved: dict[Any, Tensor] = {}
         if [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]:  # else torch refuses
+            key_of = keys_of(own, groups)
             groups = [
-                {**mine, **options_of(group), **order_of(index, mine, group)}
+                {**mine, **options_of(group), **order_of(index, mine, group, key_of)}
                 for index, (mine, group) in enumerate(zip(own, groups, strict=True))
             ]
             for mine, group in zip(own, groups, strict=True):
@@ -141,33 +144,45 @@ class SavedOptimizer(torch.optim.Optimizer):
                 state["step"] = steps[key]
 
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPER = r"(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 """What wrappers of torch add to the names of parameters."""
 
 
-def order_of(index: int, own: Group, loaded: Group) -> Group:
+def order_of(index: int, own: Group, loaded: Group, key_of: Callable[[str], str]) -> Group:
     """``params`` and ``param_names`` of a loaded group, in the order of the names of the optimizer's group.
 
-    ValueError if both have names, and these differ.
+    ValueError if both have names, and these differ, or are not unique and in another order.
     """
     if "param_names" not in own or "param_names" not in loaded:
         return {"params": loaded["params"], **{key: own[key] for key in ("param_names",) if key in own}}
-    numbers = dict(zip(map(plain_name, loaded["param_names"]), loaded["params"], strict=True))
-    names = list(map(plain_name, own["param_names"]))
-    if lacking := [name for name in names if name not in numbers]:
-        others = [name for name in numbers if name not in names]
+    names, others = list(map(key_of, own["param_names"])), list(map(key_of, loaded["param_names"]))
+    if names == others:
+        return {"params": loaded["params"], "param_names": own["param_names"]}
+    if lacking := list(Counter(names) - Counter(others)):
+        found = ", ".join(list(Counter(others) - Counter(names))[:3])
         raise ValueError(
-            f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}: load the state of "
+            f"state_dict: group {index} has no parameter {lacking[0]}, but {found}: load the state of "
             "the same model with the same groups, or rename param_names in the file"
+        )
+    numbers = dict(zip(others, loaded["params"], strict=True))
+    if len(numbers) < len(names):
+        raise ValueError(
+            f"state_dict: group {index} has several parameters {Counter(names).most_common(1)[0][0]}, in another order "
+            "than the file: rename them in param_names, so that each has a name of its own"
         )
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wrappers add to it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
-    return name
+def keys_of(own: Sequence[Group], loaded: Sequence[Group]) -> Callable[[str], str]:
+    """How to compare names, so that different ones stay different: as they are, or else without wrappers.
+
+    ``module`` may be a module's own name, so at first only wrappers of the whole model are left out.
+    """
+    sides = [[name for group in groups for name in group.get("param_names", ())] for groups in (own, loaded)]
+    keys = str, partial(re.compile(f"^({WRAPPER})+").sub, ""), partial(re.compile(rf"(?<![^.]){WRAPPER}").sub, "")
+    found = [(key_of, *({*map(key_of, names)} for names in sides)) for key_of in keys]
+    kept = [one for one in found if [*map(len, one[1:])] == [*map(len, found[0][1:])]]
+    return next((key_of for key_of, names, others in kept if names == others), kept[-1][0])
 
 
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
