@@ -220,7 +220,7 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
     if any(map(_overlaps_itself, map(local, params))):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
-    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, (*params, *grads)))):
+    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, params))):  # torch resolves gradients
         raise RuntimeError(f"{name}: a tensor has torch's negative bit, its memory the other sign: call resolve_neg()")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:

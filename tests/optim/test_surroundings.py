@@ -61,6 +61,8 @@ def steps_in_a_layout(name: str, of_weight: str | None, of_gradient: str | None)
     """Weights are those of contiguous tensors, and memory between the elements keeps its values."""
 
     def laid_out(value: Tensor, layout: str | None) -> Tensor:
+        if layout == "negative bit":
+            return torch.complex(value, -value).conj().imag
         return value if layout is None or layout == "expanded" else LAYOUTS[layout](value)
 
     def gradient(step: int, layout: str | None) -> Tensor:
@@ -83,7 +85,7 @@ def steps_in_a_layout(name: str, of_weight: str | None, of_gradient: str | None)
 @each_optimizer
 @each("of_weight", [None, *LAYOUTS])
 def test_a_step_ignores_the_layout(name, of_weight):
-    for of_gradient in (None, *LAYOUTS, "expanded"):
+    for of_gradient in (None, *LAYOUTS, "expanded", "negative bit"):
         steps_in_a_layout(name, of_weight, of_gradient)
 
 
