@@ -83,8 +83,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Load a copy of a state, as in torch. Options that are missing in ``state_dict`` keep their value.
 
         If the optimizer and the file have names of parameters, each state goes to the parameter of its name. States of
-        optimizers of torch with the same buffers are accepted too. ValueError: groups, names, shapes or buffers do not
-        match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
+        optimizers of torch that mean the same are accepted too. ValueError: groups, names, rules, shapes or buffers do
+        not match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
         """
         if self._is_captured:
             raise RuntimeError(
@@ -272,3 +272,24 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
             if value.shape != param.shape:
                 raise ValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}")
             check_shard_of_state(index, name, param, value)
+
+
+def check_rule(own: str | None, index: int, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if states of a file's group have the names of the optimizer's, and are of another rule.
+
+    ``own`` is ``muon``, the variant of LARS whose momentum the buffers hold (that of SGD: ``scaled_lr``), or None. LARS
+    of timm and of torch-optimizer is ``scaled_grad``.
+    """
+    loaded, found = state_dict["param_groups"][index], own
+    if "ns_steps" in loaded:
+        found = "muon"
+    elif own is not None and (own != "muon" or "dampening" in loaded):
+        is_lars = any(key.startswith("trust_coeff") for key in loaded)
+        found = loaded.get("variant", "scaled_grad") if is_lars else "scaled_lr"
+    states = [state_dict["state"].get(number, {}) for number in loaded["params"]]
+    kept = {key for state in states for key, value in state.items() if value is not None}
+    if found != own and not kept <= {"step", "master"}:
+        raise ValueError(
+            f"state_dict: the states of group {index} are of variant {found!r} and not {own or 'adamw'!r} (SGD has "
+            "'scaled_lr'): see 'Checkpoints and states of others' in docs/optimizers.md for how to go on"
+        )
