@@ -384,7 +384,7 @@ class AdaptiveOptimizer(FusedOptimizer):
     """An optimizer that scales each tensor's step by a trust ratio."""
 
     def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
-        """The ratios of the last step, by name if the optimizer got named parameters, else by index.
+        """The ratios of the last step, by name if each parameter of the optimizer has another name, else by index.
 
         With several virtual learners the values are lists with one entry per learner. Empty before the first step.
         Reading them waits for the device; steps do not.

@@ -50,13 +50,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
-        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
-        index = 0
-        for group in self.param_groups:
-            names = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                yield (index if names is None else names[position], param), group
-                index += 1
+        """Every parameter with its group, and its name if each has another one, else its index."""
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        keys = names if len(set(names)) == len(params) else range(len(params))
+        for key, (param, group) in zip(keys, params, strict=True):
+            yield (key, param), group
 
     def give_own_rate(self) -> None:
         """Copy the learning rate of the last group if it is the tensor of another group: schedulers write into both."""
