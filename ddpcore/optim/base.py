@@ -111,8 +111,7 @@ class FusedOptimizer(SavedOptimizer):
             check_state(number, param, states[id(param)], self.rule.buffers)
         for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
             self.check_group(group)
-            rule = {"sgd": "scaled_lr", "lars": group.get("variant")}.get(self.rule.name)
-            check_rule(rule, index, state_dict)
+            check_rule({"sgd": "scaled_lr", "lars": group.get("variant")}.get(self.rule.name), index, state_dict)
             names = own["param_names"] if "param_names" in own else group["params"]
             check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
         checks.check_one_norm(groups)

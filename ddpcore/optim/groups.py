@@ -111,7 +111,7 @@ def describe(groups: torch.optim.Optimizer | Iterable[Any]) -> str:
     no parameter. ValueError: a group has an iterator, which an optimizer could not read again.
     """
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
-    given = [groups] if isinstance(groups, Tensor | Mapping) else list(groups)
+    given: list[Any] = [groups] if isinstance(groups, Tensor | Mapping) else list(groups)
     if not all(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
     lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
@@ -119,11 +119,11 @@ def describe(groups: torch.optim.Optimizer | Iterable[Any]) -> str:
         options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         if isinstance(params, Iterator):
-            raise ValueError(f"params of group {index} can be read only once, and are for the optimizer: make them a list")
+            raise ValueError(f"params of group {index} can be read only once, by the optimizer: make them a list")
         for name, param in zip(group.get("param_names", range(len(params))), params, strict=True):
             name, param = param if isinstance(param, tuple) else (name, param)
             if not isinstance(param, Tensor):
-                raise TypeError(f"group {index} has a {type(param).__name__}, which is no parameter: pass its parameters()")
+                raise TypeError(f"group {index} has a {type(param).__name__}, no parameter: pass its parameters()")
             lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
     kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in kept]

@@ -157,31 +157,27 @@ def order_of(index: int, own: Group, loaded: Group, key_of: Callable[[str], str]
     names, others = list(map(key_of, own["param_names"])), list(map(key_of, loaded["param_names"]))
     if names == others:
         return {"params": loaded["params"], "param_names": own["param_names"]}
-    if lacking := list(Counter(names) - Counter(others)):
-        found = ", ".join(list(Counter(others) - Counter(names))[:3])
-        raise ValueError(
-            f"state_dict: group {index} has no parameter {lacking[0]}, but {found}: load the state of "
-            "the same model with the same groups, or rename param_names in the file"
-        )
     numbers = dict(zip(others, loaded["params"], strict=True))
-    if len(numbers) < len(names):
+    lacking, more = list(Counter(names) - Counter(others)), list(Counter(others) - Counter(names))
+    if lacking or len(numbers) < len(names):
+        found = (
+            f"no parameter {lacking[0]}, but {', '.join(more[:3])}" if lacking else "names that are equal, reordered"
+        )
         raise ValueError(
-            f"state_dict: group {index} has several parameters {Counter(names).most_common(1)[0][0]}, in another order "
-            "than the file: rename them in param_names, so that each has a name of its own"
+            f"state_dict: group {index} has {found}: load the state of the same model with the same groups, or rename "
+            "param_names in the file"
         )
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
 
 
 def keys_of(own: Sequence[Group], loaded: Sequence[Group]) -> Callable[[str], str]:
-    """How to compare names, so that different ones stay different: as they are, or else without wrappers.
-
-    ``module`` may be a module's own name, so at first only wrappers of the whole model are left out.
-    """
+    """How to compare names: as they are, without the model's wrappers, or without any, if different ones stay so."""
     sides = [[name for group in groups for name in group.get("param_names", ())] for groups in (own, loaded)]
-    keys = str, partial(re.compile(f"^({WRAPPER})+").sub, ""), partial(re.compile(rf"(?<![^.]){WRAPPER}").sub, "")
-    found = [(key_of, *({*map(key_of, names)} for names in sides)) for key_of in keys]
-    kept = [one for one in found if [*map(len, one[1:])] == [*map(len, found[0][1:])]]
-    return next((key_of for key_of, names, others in kept if names == others), kept[-1][0])
+    front, anywhere = re.compile(f"^({WRAPPER})+"), re.compile(rf"(?<![^.]){WRAPPER}")
+    keys: list[Callable[[str], str]] = [str, partial(front.sub, ""), partial(anywhere.sub, "")]
+    found = [[{*map(key_of, names)} for names in sides] for key_of in keys]
+    kept = [place for place, sets in enumerate(found) if [*map(len, sets)] == [*map(len, found[0])]]
+    return keys[next((place for place in kept if found[place][0] == found[place][1]), kept[-1])]
 
 
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
@@ -276,8 +272,7 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
 def check_rule(own: str | None, index: int, state_dict: dict[str, Any]) -> None:
     """Raise ValueError if states of a file's group have the names of the optimizer's, and are of another rule.
 
-    ``own`` is ``muon``, the variant of LARS whose momentum the buffers hold (that of SGD: ``scaled_lr``), or None. LARS
-    of timm and of torch-optimizer is ``scaled_grad``.
+    ``own``: ``muon``, a variant of LARS (``scaled_lr`` also for SGD), or None. LARS of others is ``scaled_grad``.
     """
     loaded, found = state_dict["param_groups"][index], own
     if "ns_steps" in loaded:

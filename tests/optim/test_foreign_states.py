@@ -193,7 +193,7 @@ def test_every_pair_of_rules_is_right_or_refused() -> None:
         same = mine.keys() == needed.keys() and all(torch.allclose(mine[key], needed[key], 1e-5) for key in mine)
         second, params = run(target, {"variant": own["variant"]} if "variant" in own else {}, steps=0)
         if not same or (theirs, target) in [("muon, rule adamw", FusedAdamW), ("muon, rule adamw", FusedLAMB)]:
-            with pytest.raises(ValueError, match="^state_dict: "):
+            with pytest.raises(ValueError, match=r"^state_dict: "):
                 second.load_state_dict(first.state_dict())
             assert not second.state
             continue

@@ -386,13 +386,15 @@ def test_describe_takes_what_optimizers_take() -> None:
     assert describe(model.parameters()) == describe([{"params": list(model.parameters())}]) == plain
     named = describe(FusedLAMB(model.named_parameters()))
     for groups in (model.named_parameters(), [{"params": list(model.named_parameters())}]):
-        assert [row.split()[-2:] for row in describe(groups).splitlines()] == [r.split()[-2:] for r in named.splitlines()]
+        assert [row.split()[-2:] for row in describe(groups).splitlines()] == [
+            r.split()[-2:] for r in named.splitlines()
+        ]
     for one in (model[0].weight, {"params": model[0].weight}):
         assert describe(one).splitlines()[1:] == describe([one]).splitlines()[1:] == ["0      3x2    0"]
-    with pytest.raises(ValueError, match="params of group 1 can be read only once, .*: make them a list"):
+    with pytest.raises(ValueError, match=r"params of group 1 can be read only once, .*: make them a list"):
         describe([{"params": list(model.parameters())}, {"params": model.parameters()}])
     for wrong in (model, [{"params": [model]}], ["weight"], [{"params": list(model.parameters())}, model[0].weight]):
-        with pytest.raises(TypeError, match="group 0 has a .*, which is no parameter: pass its parameters"):
+        with pytest.raises(TypeError, match=r"group 0 has a .*, no parameter: pass its parameters"):
             describe(wrong)
 
 

@@ -317,7 +317,7 @@ def named_of(names: list[str], make: Make) -> tuple[torch.optim.Optimizer, list[
 NAMES: list[tuple[list[str], list[str], list[int] | str]] = [  # in the file, of the optimizer, and their places there
     (["w", "b", "w", "b"], ["w", "b", "w", "b"], [0, 1, 2, 3]),
     (["module.w", "w", "module.w", "w"], ["w", "w", "w", "w"], "group 0 has no parameter w, but module.w"),
-    (["w", "b", "w", "b"], ["w", "w", "b", "b"], "group 0 has several parameters w, in another order"),
+    (["w", "b", "w", "b"], ["w", "w", "b", "b"], "group 0 has names that are equal, reordered"),
     (["w", "x"], ["w", "w"], "group 0 has no parameter w, but x"),
     (["w", "w"], ["w", "x"], "group 0 has no parameter x, but w"),
     (["1.module.w", "1.w"], ["1.w", "1.module.w"], [1, 0]),
