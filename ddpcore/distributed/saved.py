@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,15 @@ def _moved_moments(
 ) -> dict[str, Any]:
     """The optimizer state of ``handle``'s learners: that of the old learners in ``sources``, or the means of all."""
     first = {id(parameter) for parameter in handle.models[0].parameters()}
-    optimizer, merged = handle.learner.optimizer, {}
+    optimizer, merged, groups = handle.learner.optimizer, {}, []
     packed = optimizer.state_dict()["param_groups"]
     for own, numbers, saved in zip(optimizer.param_groups, packed, states[0]["param_groups"], strict=True):
         of_first = [parameter for parameter in own["params"] if id(parameter) in first]
         trained = [place for place, parameter in enumerate(of_first) if parameter.requires_grad]
+        groups.append({**saved, "params": numbers["params"]})
+        if names := saved.get("param_names", [])[: len(of_first)]:
+            copies = product(range(1, len(handle.models)), trained)
+            groups[-1]["param_names"] = [*names, *(f"{names[place]} of learner {copy}" for copy, place in copies)]
         for index, place in enumerate(trained):
             places = [place, *range(len(of_first) + index, len(saved["params"]), len(trained))]
             found = [state["state"].get(saved["params"][one]) for state in states for one in places]
@@ -169,7 +174,6 @@ def _moved_moments(
             for number, its in zip(mine, moved, strict=True):
                 if its is not None:
                     merged[numbers["params"][number]] = copy_of(its)
-    groups = [{**saved, "params": one["params"]} for saved, one in zip(states[0]["param_groups"], packed, strict=True)]
     return {**states[0], "state": merged, "param_groups": groups}
 
 

@@ -1,4 +1,4 @@
-"""The kernels as Python functions. torch's dispatcher chooses the backend from the device of the tensors.
+"""The kernels as Python functions, without derivatives. torch's dispatcher chooses the backend by the tensors' device.
 
 ``reference`` holds a pure-torch reference implementation of each kernel. Tests and benchmarks compare kernels with it.
 """

@@ -5,11 +5,12 @@ kernel, and on all devices if the compiled library cannot be loaded.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARY_FILE = Path(__file__).resolve().parent.parent / "_ops.abi3.so"
 """The compiled library. It has this name under every version of Python."""
@@ -52,6 +53,25 @@ def define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any])
 
 def no_result(*args: Any, **kwargs: Any) -> None:
     """The ``fake`` of an operator that returns nothing."""
+
+
+def note_writes(operator: str, tensors: Sequence[Tensor]) -> None:
+    """Before a call that writes into tensors, in grad mode: autograd notices it, as of operations of torch.
+
+    RuntimeError: a tensor is the result of a graph, in which the operator would have no derivative.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if any(one.requires_grad and not one.is_leaf for one in tensors):
+            raise RuntimeError(f"{operator} overwrites a result of a graph and has no derivative: use torch.no_grad()")
+        torch.autograd.graph.increment_version(tensors)
+
+
+def without_derivative(operator: str, result: Tensor) -> Tensor:
+    """The result of a call. If its inputs need a gradient, a backward pass through it is a RuntimeError."""
+    if result.requires_grad and not torch.compiler.is_compiling():
+        message = f"{operator} has no derivative: pass detached tensors, or compute it with operations of torch"
+        result = torch._C._functions.DelayedError(message.encode(), 1)(result.detach().requires_grad_())
+    return result
 
 
 def load() -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.ops import reference
-from ddpcore.ops.library import define
+from ddpcore.ops.library import define, note_writes, without_derivative
 
 MAX_STEP_PEERS = 8
 """The most peers of a step that begins with a mix, on CUDA. With more, ``mix_`` and then the step cost little more."""
@@ -145,7 +145,9 @@ def mix_(
     Returns float64 ``[len(peers)]``: the squared distance of ``weights``, before mixing, to each peer. RuntimeError:
     lengths, shapes, dtypes or devices do not match.
     """
-    return _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise), out=out)
+    note_writes("mix_", [weights if out is None else out])
+    sums = _mix(weights, peers, self_weight, peer_weights, **noise_arguments(noise), out=out)
+    return without_derivative("mix_", sums)
 
 
 def mix_stacked_(
@@ -177,4 +179,6 @@ def mix_stacked_(
     has no row. CUDA does not check the entries, because the check would wait for the device. A call on CUDA takes up to
     1024 learners and 1024 others.
     """
-    return _mix_stacked(weights_LP, others, offsets, columns, values, distances=distances)
+    note_writes("mix_stacked_", [weights_LP])
+    sums = _mix_stacked(weights_LP, others, offsets, columns, values, distances=distances)
+    return without_derivative("mix_stacked_", sums)

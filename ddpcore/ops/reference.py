@@ -413,6 +413,9 @@ def mix_stacked_(
 def average_(rows: Sequence[Tensor], size: int) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.average_`."""
     each = [row for one in rows for row in (one if one.dim() > 1 else [one])]
+    places = [] if torch.compiler.is_compiling() else sorted(row.data_ptr() for row in each)
+    if any(place - last < each[0].nbytes for last, place in pairwise(places)):
+        raise RuntimeError("ddpcore: rows must not overlap in memory, because each is overwritten: pass copies of them")
     sums = torch.stack([row.sum(dtype=wide(row.dtype)) for row in each]).real.double()
     for block in (each[first : first + size] for first in range(0, len(each), size)):
         total = block[0].to(wide(block[0].dtype))  # the first row itself, except for 16 bits

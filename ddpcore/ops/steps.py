@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops import reference
-from ddpcore.ops.library import define, no_result
+from ddpcore.ops.library import define, no_result, note_writes
 from ddpcore.ops.mix import mixture_arguments
 
 REQUIRED: Any = object()
@@ -172,9 +172,10 @@ RULES = {rule.name: rule for rule in (SGD, ADAMW, LARS, LAMB)}
 
 _PER_GROUP = "[{0}] * len(group_sizes) if isinstance({0}, (int, float)) else {0}"
 _FUNCTION = """
-def with_names(operator, mixture_arguments, inf):
+def with_names(operator, mixture_arguments, note_writes, inf):
     def {operator}({parameters}, mixture=None, offsets=()):
         group_sizes = [len(params)] if group_sizes is None else group_sizes
+        note_writes("{operator}", params)
         if mixture is None:
             operator({values})
         else:
@@ -197,7 +198,7 @@ def _function(rule: Rule, documentation: str) -> Callable[..., None]:
     found: dict[str, Any] = {}
     exec(text, {"__name__": __name__}, found)
     operator = define(rule.schema, getattr(reference, rule.operator), no_result)
-    function: Callable[..., None] = found["with_names"](operator, mixture_arguments, math.inf)
+    function: Callable[..., None] = found["with_names"](operator, mixture_arguments, note_writes, math.inf)
     function.__qualname__, function.__doc__ = rule.operator, documentation
     return function
 

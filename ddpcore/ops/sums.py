@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddpcore.ops import reference
-from ddpcore.ops.library import KERNEL_DTYPES, define, no_result
+from ddpcore.ops.library import KERNEL_DTYPES, define, no_result, note_writes, without_derivative
 
 _average = define(
     "average_(Tensor(a!)[] rows, int size) -> Tensor",
@@ -26,7 +26,6 @@ _noise_sums = define(
 )
 
 
-@torch.no_grad()
 def average_(rows: Sequence[Tensor], size: int) -> Tensor:
     """Overwrite each ``size`` consecutive rows with their mean: added in ascending order, then divided, in one pass.
 
@@ -39,8 +38,10 @@ def average_(rows: Sequence[Tensor], size: int) -> Tensor:
         size: rows of a mean.
     """
     has_kernel = rows[0].dtype in KERNEL_DTYPES and not (rows[0].is_cuda and size > 1024)
+    note_writes("average_", rows)
     torch.autograd.graph.increment_version(rows)
-    return (_average if has_kernel else reference.average_)(rows, size)
+    with torch.no_grad():
+        return (_average if has_kernel else reference.average_)(rows, size)
 
 
 def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -52,7 +53,7 @@ def segment_norms(tensors: Sequence[Tensor]) -> Tensor:
     Args:
         tensors: at least one, else RuntimeError; float32, bfloat16 or float16 of one dtype and device, dense.
     """
-    return _segment_norms(tensors)
+    return without_derivative("segment_norms", _segment_norms(tensors))
 
 
 def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -62,6 +63,7 @@ def total_norm_(tensors: Sequence[Tensor], out: Tensor) -> None:
         tensors: as in :func:`segment_norms`.
         out: float64 on their device, at least ``1 + num_blocks(tensors)`` elements; ``out[0]`` receives the result.
     """
+    note_writes("total_norm_", [out])
     _total_norm(tensors, out)
 
 
@@ -83,4 +85,4 @@ def noise_sums(rows: Sequence[Tensor], bounds: Sequence[int], origin: Tensor | N
     Returns float64 ``[S, K, K]``, symmetric: K rows, S segments; zeros for an empty segment. RuntimeError: rows or
     bounds are invalid. On CUDA a call takes up to 256 rows.
     """
-    return _noise_sums(rows, bounds, origin)
+    return without_derivative("noise_sums", _noise_sums(rows, bounds, origin))

@@ -22,7 +22,7 @@ from ddpcore.optim import checks
 from ddpcore.optim.batch import Batch, BatchPlan, Shards, common_arguments, norm_squared_of
 from ddpcore.optim.checks import Group, State
 from ddpcore.optim.shards import check_shards, local_gradients
-from ddpcore.optim.states import SavedOptimizer, check_roundable, check_state, check_tensors, firsts_of
+from ddpcore.optim.states import SavedOptimizer, check_roundable, check_rule, check_state, check_tensors, firsts_of
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.shards import is_dtensor, local
@@ -109,12 +109,12 @@ class FusedOptimizer(SavedOptimizer):
         states = {id(param): state_dict["state"].get(number, {}) for number, param in saved.items()}
         for number, param in saved.items():
             check_state(number, param, states[id(param)], self.rule.buffers)
-        for group in groups:
+        for index, (own, group) in enumerate(zip(self.param_groups, groups, strict=True)):
             self.check_group(group)
-        checks.check_one_norm(groups)
-        for own, group in zip(self.param_groups, groups, strict=True):
+            check_rule({"sgd": "scaled_lr", "lars": group.get("variant")}.get(self.rule.name), index, state_dict)
             names = own["param_names"] if "param_names" in own else group["params"]
             check_roundable(((pair, group) for pair in zip(names, own["params"], strict=True)), states)
+        checks.check_one_norm(groups)
 
     @override
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:
@@ -383,7 +383,7 @@ class AdaptiveOptimizer(FusedOptimizer):
     """An optimizer that scales each tensor's step by a trust ratio."""
 
     def trust_ratios(self) -> dict[str | int, TrustRatio | list[TrustRatio]]:
-        """The ratios of the last step, by name if the optimizer got named parameters, else by index.
+        """The ratios of the last step, by name if each parameter of the optimizer has another name, else by index.
 
         With several virtual learners the values are lists with one entry per learner. Empty before the first step.
         Reading them waits for the device; steps do not.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
@@ -103,14 +103,26 @@ def param_groups(model: nn.Module, weight_decay: float, *, rule: str | None = No
     return [group for group in groups if group["params"]]
 
 
-def describe(groups: torch.optim.Optimizer | Iterable[Mapping[str, Any]]) -> str:
-    """A table of the groups, also of an optimizer, as text: a line for each parameter with its rule, decay and rate."""
+def describe(groups: torch.optim.Optimizer | Iterable[Any]) -> str:
+    """A table of an optimizer's groups as text: a line for each parameter with its rule, decay and rate.
+
+    ``groups``: an optimizer, or what one takes: groups, parameters, or named parameters. TypeError: something in it is
+    no parameter. ValueError: a group has an iterator, which an optimizer could not read again.
+    """
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
+    given: list[Any] = [groups] if isinstance(groups, Tensor | Mapping) else list(groups)
+    if not all(isinstance(group, Mapping) for group in given):
+        given = [{"params": given}]
     lines: list[tuple[str, ...]] = [("group", "rule", "split", "weight_decay", "lr", "shape", "parameter")]
-    for index, group in enumerate(groups):
+    for index, group in enumerate(given):
         options = [str(group.get(key, "")) for key in ("rule", "split", "weight_decay", "lr")]
-        for name, param in zip(group.get("param_names", range(len(group["params"]))), group["params"], strict=True):
+        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        if isinstance(params, Iterator):
+            raise ValueError(f"params of group {index} can be read only once, by the optimizer: make them a list")
+        for name, param in zip(group.get("param_names", range(len(params))), params, strict=True):
             name, param = param if isinstance(param, tuple) else (name, param)
+            if not isinstance(param, Tensor):
+                raise TypeError(f"group {index} has a {type(param).__name__}, no parameter: pass its parameters()")
             lines.append((str(index), *options, "x".join(map(str, param.shape)) or "scalar", str(name)))
     kept = [column for column in zip(*lines, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in kept]

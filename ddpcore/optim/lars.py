@@ -1,6 +1,6 @@
 """FusedLARS: momentum SGD with a step size per tensor that is proportional to the norm of the weights."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -76,16 +76,6 @@ class FusedLARS(AdaptiveOptimizer):
         check_number("eps", group["eps"])
         check_choice("variant", group["variant"], VARIANTS)
         check_flag("always_adapt", group["always_adapt"])
-
-    @override
-    def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
-        super().check_loading(groups, saved, state_dict)
-        for own, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            has_momentum = any("momentum_buffer" in state_dict["state"].get(index, {}) for index in loaded["params"])
-            if has_momentum and "variant" not in loaded and own["variant"] != "scaled_lr":
-                what = f"its momentum is from SGD, so of variant 'scaled_lr' and not {own['variant']!r}"
-                how = "see docs/optimizers.md for how to go on as another variant"
-                raise ValueError(f"state_dict: {what}: load it with variant='scaled_lr', and {how}")
 
     @override
     def arguments(self, batch: Batch | None, groups: list[Group]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ddpcore.optim.matrices import Divided, Matrix, direction_of, orthogonal, pa
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import Layout, exchanged
 from ddpcore.optim.shards import divided, local_gradients
-from ddpcore.optim.states import SavedOptimizer, check_state, check_tensors
+from ddpcore.optim.states import SavedOptimizer, check_rule, check_state, check_tensors
 from ddpcore.options.typed import check_choice
 from ddpcore.parameters.shards import is_dtensor, local
 
@@ -147,11 +147,14 @@ class Muon(SavedOptimizer):
 
     @override
     def check_loading(self, groups: Sequence[Group], saved: Mapping[Any, Tensor], state_dict: dict[str, Any]) -> None:
-        for group in groups:
+        for index, (group, loaded) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+            if group["rule"] == "adamw" and "ns_steps" not in loaded:  # of AdamW
+                group["adamw_eps"] = loaded.get("eps", group["adamw_eps"])
             _check_options(group)
             for number in group["params"]:
                 _check_parameter(number, saved[number], group)
                 check_state(number, saved[number], state_dict["state"].get(number, {}), BUFFERS[group["rule"]])
+            check_rule("muon", index, state_dict)
 
     @override
     def state_dtype_of(self, group: Group, param: Tensor, name: str, state: State) -> torch.dtype:

@@ -6,8 +6,10 @@ memory. So every rank and every virtual learner draws the same ones (docs/optimi
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +50,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def named_parameters(self) -> Iterator[tuple[tuple[str | int, Tensor], Group]]:
-        """Every parameter with its group, and its name if the optimizer got named parameters, else its index."""
-        index = 0
-        for group in self.param_groups:
-            names = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                yield (index if names is None else names[position], param), group
-                index += 1
+        """Every parameter with its group, and its name if each has another one, else its index."""
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        keys = names if len(set(names)) == len(params) else range(len(params))
+        for key, (param, group) in zip(keys, params, strict=True):
+            yield (key, param), group
 
     def give_own_rate(self) -> None:
         """Copy the learning rate of the last group if it is the tensor of another group: schedulers write into both."""
@@ -81,8 +82,8 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Load a copy of a state, as in torch. Options that are missing in ``state_dict`` keep their value.
 
         If the optimizer and the file have names of parameters, each state goes to the parameter of its name. States of
-        optimizers of torch with the same buffers are accepted too. ValueError: groups, names, shapes or buffers do not
-        match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
+        optimizers of torch that mean the same are accepted too. ValueError: groups, names, rules, shapes or buffers do
+        not match, or an option is invalid; nothing is changed then. RuntimeError: a CUDA graph has captured a step.
         """
         if self._is_captured:
             why = "a CUDA graph has captured a step of this optimizer and would go on with the old state"
@@ -94,8 +95,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         own, groups = self.param_groups, list(state_dict["param_groups"])
         saved: dict[Any, Tensor] = {}
         if [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]:  # else torch refuses
+            key_of = keys_of(own, groups)
             groups = [
-                {**mine, **options_of(group), **order_of(index, mine, group)}
+                {**mine, **options_of(group), **order_of(index, mine, group, key_of)}
                 for index, (mine, group) in enumerate(zip(own, groups, strict=True))
             ]
             for mine, group in zip(own, groups, strict=True):
@@ -140,32 +142,37 @@ class SavedOptimizer(torch.optim.Optimizer):
                 state["step"] = steps[key]
 
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPER = r"(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 """What wrappers of torch add to the names of parameters."""
 
 
-def order_of(index: int, own: Group, loaded: Group) -> Group:
+def order_of(index: int, own: Group, loaded: Group, key_of: Callable[[str], str]) -> Group:
     """``params`` and ``param_names`` of a loaded group, in the order of the names of the optimizer's group.
 
-    ValueError if both have names, and these differ.
+    ValueError if both have names, and these differ, or are not unique and in another order.
     """
     if "param_names" not in own or "param_names" not in loaded:
         return {"params": loaded["params"], **{key: own[key] for key in ("param_names",) if key in own}}
-    numbers = dict(zip(map(plain_name, loaded["param_names"]), loaded["params"], strict=True))
-    names = list(map(plain_name, own["param_names"]))
-    if lacking := [name for name in names if name not in numbers]:
-        others = [name for name in numbers if name not in names]
-        what = f"state_dict: group {index} has no parameter {lacking[0]}, but {', '.join(others[:3])}"
+    names, others = list(map(key_of, own["param_names"])), list(map(key_of, loaded["param_names"]))
+    if names == others:
+        return {"params": loaded["params"], "param_names": own["param_names"]}
+    numbers = dict(zip(others, loaded["params"], strict=True))
+    lacking, more = list(Counter(names) - Counter(others)), list(Counter(others) - Counter(names))
+    if lacking or len(numbers) < len(names):
+        found = f"no parameter {lacking[0]}, but {', '.join(more[:3])}" if lacking else "names that are equal, reordered"
         advice = "load the state of the same model with the same groups, or rename param_names in the file"
-        raise ValueError(f"{what}: {advice}")
+        raise ValueError(f"state_dict: group {index} has {found}: {advice}")
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wrappers add to it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
-    return name
+def keys_of(own: Sequence[Group], loaded: Sequence[Group]) -> Callable[[str], str]:
+    """How to compare names: as they are, without the model's wrappers, or without any, if different ones stay so."""
+    sides = [[name for group in groups for name in group.get("param_names", ())] for groups in (own, loaded)]
+    front, anywhere = re.compile(f"^({WRAPPER})+"), re.compile(rf"(?<![^.]){WRAPPER}")
+    keys: list[Callable[[str], str]] = [str, partial(front.sub, ""), partial(anywhere.sub, "")]
+    found = [[{*map(key_of, names)} for names in sides] for key_of in keys]
+    kept = [place for place, sets in enumerate(found) if [*map(len, sets)] == [*map(len, found[0])]]
+    return keys[next((place for place in kept if found[place][0] == found[place][1]), kept[-1])]
 
 
 def check_roundable(named: Named, loaded: Mapping[int, State] | None = None) -> None:
@@ -202,7 +209,7 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         raise RuntimeError(f"{name}: a gradient must have the dtype and device of its parameter")
     if any(map(_overlaps_itself, map(local, params))):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
-    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, (*params, *grads)))):
+    if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, params))):  # torch resolves gradients
         raise RuntimeError(f"{name}: a tensor has torch's negative bit, its memory the other sign: call resolve_neg()")
     for param, grad in zip(params, grads, strict=True):
         if grad.shape != param.shape:
@@ -250,3 +257,23 @@ def check_state(index: Any, param: Tensor, state: dict[str, Any], buffers: Seque
             if value.shape != param.shape:
                 raise ValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}")
             check_shard_of_state(index, name, param, value)
+
+
+def check_rule(own: str | None, index: int, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError if states of a file's group have the names of the optimizer's, and are of another rule.
+
+    ``own``: ``muon``, a variant of LARS (``scaled_lr`` also for SGD), or None. LARS of others is ``scaled_grad``.
+    """
+    loaded, found = state_dict["param_groups"][index], own
+    if "ns_steps" in loaded:
+        found = "muon"
+    elif own is not None and (own != "muon" or "dampening" in loaded):
+        is_lars = any(key.startswith("trust_coeff") for key in loaded)
+        found = loaded.get("variant", "scaled_grad") if is_lars else "scaled_lr"
+    states = [state_dict["state"].get(number, {}) for number in loaded["params"]]
+    kept = {key for state in states for key, value in state.items() if value is not None}
+    if found != own and not kept <= {"step", "master"}:
+        raise ValueError(
+            f"state_dict: the states of group {index} are of variant {found!r} and not {own or 'adamw'!r} (SGD has "
+            "'scaled_lr'): see 'Checkpoints and states of others' in docs/optimizers.md for how to go on"
+        )

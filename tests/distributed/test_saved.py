@@ -223,6 +223,17 @@ def test_each_from_the_nearest_old_learner(learners: int) -> None:
     assert not torch.equal(*flat(other)[:2])
 
 
+def test_named_parameters_of_another_number_of_learners() -> None:
+    three, old = begin(3, named=True)
+    train(three, old, 0, 3)
+    for learners, sources in ((2, [0, 1]), (5, [0, 0, 1, 1, 2])):
+        other, optimizer = begin(learners, named=True)
+        load_run_state(other, [run_state(three)], weights="nearest")
+        for model, source in zip(other.models, sources, strict=True):
+            for mine, its in zip(model.parameters(), three.models[source].parameters(), strict=True):
+                assert torch.equal(optimizer.state[mine]["exp_avg"], old.state[its]["exp_avg"])
+
+
 def test_refusals(tmp_path: Path) -> None:
     handle, optimizer = begin(3)
     train(handle, optimizer, 0, 1)

@@ -27,10 +27,10 @@ class _Versioned(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def begin(learners: int | None, strategy: Any = None) -> tuple[Any, Any]:
+def begin(learners: int | None, strategy: Any = None, *, named: bool = False) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(_Versioned(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    optimizer = FusedAdamW(model.named_parameters() if named else model.parameters(), lr=0.01)
     strategy = strategy or ddpcore.DPSGD(ddpcore.Ring())
     return ddpcore.distribute(model, optimizer, strategy, learners=learners), optimizer
 

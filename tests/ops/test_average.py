@@ -89,6 +89,15 @@ def test_refusals(randn):
     ):
         with pytest.raises(RuntimeError, match=words):
             ops.average_(rows, size)
+    flat = randn(24)
+    for dtype, reach in itertools.product((flat.dtype, torch.float64), (0, 1, 5)):
+        values = flat.to(dtype)
+        for rows in ([values[6:12], values[reach : reach + 6][:6]] * 2, [values.as_strided((4, 6), (reach, 1))]):
+            with pytest.raises(RuntimeError, match="rows must not overlap in memory"):
+                ops.average_(rows, 2)
+        assert torch.equal(values, flat.to(dtype))
+    ops.average_([flat[6:12], flat[:6], flat[12:18], flat[18:]], 2)
+    ops.average_([flat[:0]] * 2, 2)
 
 
 def test_opcheck(randn):

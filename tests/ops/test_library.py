@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ddpcore
 from ddpcore import ops
@@ -119,3 +121,52 @@ def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
     assert f"torch {torch.__version__} cannot load {folder / 'ddpcore' / '_ops.abi3.so'}: " in done.stdout
     assert done.stdout.rstrip().endswith("; rebuild it or take another wheel") and done.stdout.count("\n") == 1
     assert done.stderr.count("RuntimeWarning") == 1
+
+
+def calls(leaf: Tensor, plain: Tensor, written: Tensor) -> dict[str, tuple[Callable[[], Any], bool]]:
+    """Every operator with a tensor that needs a gradient, and whether it writes into ``written``."""
+    offsets, columns, values = torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0.5])
+    step = [written], [plain], [plain.clone()]
+    sums, ones = torch.zeros(9, dtype=torch.float64), [torch.zeros(1)]
+    norms = {"scratch": torch.zeros(9, dtype=torch.float64), "trust": torch.zeros(1, 3, dtype=torch.float64)}
+    return {
+        "segment_norms": (lambda: ops.segment_norms([leaf]), False),
+        "noise_sums": (lambda: ops.noise_sums([plain, leaf], [0, 5]), False),
+        "noise_sums of an origin": (lambda: ops.noise_sums([plain], [0, 5], leaf), False),
+        "total_norm_": (lambda: ops.total_norm_([leaf], sums), False),
+        "mix_": (lambda: ops.mix_(written, [leaf], 0.5, [0.5]), True),
+        "mix_ into out": (lambda: ops.mix_(plain, [leaf], 0.5, [0.5], out=written), True),
+        "mix_stacked_": (lambda: ops.mix_stacked_(written[None], [leaf], offsets, columns, values), True),
+        "average_": (lambda: ops.average_([written, plain], 2), True),
+        "sgd_step_": (lambda: ops.sgd_step_(*step, [], [], lr=0.1), True),
+        "adamw_step_": (lambda: ops.adamw_step_(*step, [plain], [], ones, norms["scratch"], lr=0.1), True),
+        "lars_step_": (lambda: ops.lars_step_(*step, [], ones, **norms, lr=0.1, adapt=[1]), True),
+        "lamb_step_": (lambda: ops.lamb_step_(*step, [plain], [], ones, **norms, lr=0.1, adapt=[1]), True),
+    }
+
+
+def test_operators_have_no_derivative_and_say_so():
+    """A backward pass through a result is an error, and so is a call that would be a part of a graph."""
+    for name in calls(*torch.ones(3, 5)):
+        leaf, plain, written = torch.ones(5, requires_grad=True), torch.ones(5), torch.ones(5)
+        call, writes = calls(leaf, plain, written)[name]
+        weight = torch.ones(5, requires_grad=True)
+        graph = (weight * written).sum()
+        result = call()
+        if result is not None and result.requires_grad:
+            with pytest.raises(RuntimeError, match=r"(norms|sums|_) has no derivative: pass detached tensors, or"):
+                (weight.sum() + result.sum()).backward()
+        assert result is None or result.requires_grad == ("average" not in name), name
+        with torch.no_grad():
+            assert result is None or not call().requires_grad
+        if not writes:
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            graph.backward()
+        of_graph = weight * 2
+        call, _ = calls(leaf, plain, of_graph)[name]
+        with pytest.raises(RuntimeError, match="_ overwrites a result of a graph and has no derivative"):
+            call()
+        assert torch.equal(of_graph, torch.full((5,), 2.0))
+        with torch.no_grad():
+            call()

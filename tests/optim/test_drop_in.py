@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -181,6 +183,34 @@ def test_tensors_of_all_kinds_in_one_optimizer(make):
             assert torch.equal(param, plain[name]), name
         assert param.stride() == strides[name]
     assert torch.equal(frozen, torch.ones(3))
+
+
+@every
+def test_gradients_with_the_negative_bit(make):
+    """Autograd gives them to parameters without dimensions behind ``conj()``, here in the first and the third step."""
+
+    def run(make: Any, resolve: bool, dtype: torch.dtype) -> list[Tensor]:
+        params = [nn.Parameter(torch.tensor(value, dtype=dtype)) for value in (0.5, 0.7)]
+        optimizer = make(params)
+        for is_negative in (True, False, True):
+            optimizer.zero_grad()
+            number = torch.complex(*params)
+            number = number.conj() if is_negative else number
+            (number.abs() ** 2 + (number * (1 + 2j)).imag).backward()
+            assert params[1].grad.is_neg() == is_negative
+            for param in params:
+                param.grad = param.grad.resolve_neg() if resolve else param.grad
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    torchs = {MAKES["sgd"]: torch.optim.SGD, MAKES["adamw"]: torch.optim.AdamW}
+    for dtype, more in product((torch.float32, torch.float64), ({}, {"max_grad_norm": 0.5})):
+        clipped = partial(make, **more)
+        assert_same(run(clipped, False, dtype), run(clipped, True, dtype))
+    if make in torchs:
+        options = {"momentum": 0.9} if make is MAKES["sgd"] else {}
+        theirs = run(partial(torchs[make], lr=0.1, weight_decay=0.01, **options), False, torch.float32)
+        torch.testing.assert_close(run(make, False, torch.float32), theirs)
 
 
 @every

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, param_groups
+from ddpcore.optim import FusedAdamW, FusedLAMB, FusedLARS, FusedSGD, Muon, param_groups
 
 
 def net() -> nn.Module:
@@ -132,3 +133,96 @@ def test_a_state_names_its_variant() -> None:
     other = FusedLARS(model.parameters())
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["variant"] == "scaled_lr"
+
+
+def muon_adamw(params: Any, **options: Any) -> Muon:
+    return Muon([{"params": params, "rule": "adamw"}], **options)
+
+
+EPS = {"eps": 1e-3}
+OURS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (FusedSGD, {"momentum": 0.9}),
+    **{f"lars {one}": (FusedLARS, {"variant": one}) for one in ("you2017", "scaled_grad", "scaled_lr")},
+    "adamw": (FusedAdamW, EPS),
+    **{f"lamb {one}": (FusedLAMB, {"variant": one, **EPS}) for one in ("paper", "nvlamb", "undebiased")},
+    "muon": (Muon, {"momentum": 0.9}),
+    "muon, rule adamw": (muon_adamw, {"adamw_eps": 1e-3}),
+}
+TORCHS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "Muon": (torch.optim.Muon, {"momentum": 0.9}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}),
+    **{name: (getattr(torch.optim, name), EPS) for name in ("Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adadelta")},
+    **{name: (getattr(torch.optim, name), {}) for name in ("Adagrad", "ASGD", "Rprop")},
+}
+
+
+def run(make: Any, options: dict[str, Any], steps: int = 2) -> tuple[Any, list[nn.Parameter]]:
+    """An optimizer after some steps, with the same gradients for all."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 3, generator=generator)) for _ in range(2)]
+    optimizer = make(params, lr=0.1, **{"weight_decay": 0.0} if make is not torch.optim.Rprop else {}, **options)
+    for _ in range(steps):
+        give(params, generator)
+        optimizer.step()
+    return optimizer, params
+
+
+def give(params: list[nn.Parameter], generator: torch.Generator) -> None:
+    for param in params:
+        param.grad = torch.randn(4, 3, generator=generator)
+
+
+def buffers(optimizer: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """The states besides step counts."""
+    states = enumerate(optimizer.state.values())
+    return {(index, key): value for index, state in states for key, value in state.items() if key != "step"}
+
+
+def test_every_pair_of_rules_is_right_or_refused() -> None:
+    """A state is loaded if it is what the rule itself would have after these gradients, and then goes on as the rule.
+
+    One pair is refused all the same: a group of Muon with its rule adamw has the eps of the matrices, too.
+    """
+    accepted = set()
+    for (theirs, (source, options)), (ours, (target, own)) in product({**OURS, **TORCHS}.items(), OURS.items()):
+        first, _ = run(source, options)
+        is_own = source is target or {source, target} == {Muon, muon_adamw}
+        twin, expected = run(source, options) if is_own else run(target, own)  # loading takes variant and rule
+        mine, needed = buffers(first), buffers(twin)
+        same = mine.keys() == needed.keys() and all(torch.allclose(mine[key], needed[key], 1e-5) for key in mine)
+        second, params = run(target, {"variant": own["variant"]} if "variant" in own else {}, steps=0)
+        if not same or (theirs, target) in [("muon, rule adamw", FusedAdamW), ("muon, rule adamw", FusedLAMB)]:
+            with pytest.raises(ValueError, match=r"^state_dict: "):
+                second.load_state_dict(first.state_dict())
+            assert not second.state
+            continue
+        accepted.add((theirs, ours))
+        second.load_state_dict(first.state_dict())
+        for param, weights in zip(params, expected, strict=True):
+            param.data.copy_(weights)
+        for each, its in ((second, params), (twin, expected)):
+            give(its, torch.Generator().manual_seed(1))
+            each.step()
+        torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-5, msg=f"{theirs} into {ours}")
+    momentum = {("sgd", "SGD", "lars scaled_lr"): ("sgd", "lars scaled_lr"), ("muon", "Muon"): ("muon",)}
+    moments = "adamw", "lamb paper", "lamb nvlamb", "lamb undebiased"
+    lars = tuple(name for name in OURS if "lars" in name)
+    adam = {(*moments, "Adam", "AdamW", "RAdam"): (*moments, "muon, rule adamw")}
+    muon = "muon", "muon, rule adamw"
+    pairs = {**momentum, **adam, lars: lars, muon: muon}
+    assert accepted == {pair for left, right in pairs.items() for pair in product(left, right)}
+
+
+def test_momentum_of_other_libraries_is_of_its_variant() -> None:
+    """LARS of timm and torch-optimizer has the momentum of ``scaled_grad``, and no option says so."""
+    model = net()
+    saved = stepped(model, FusedLARS(model.parameters(), lr=0.1, variant="scaled_grad"))
+    for name in ("trust_coeff", "trust_coefficient"):
+        theirs = {**saved, "param_groups": [dict(saved["param_groups"][0])]}
+        del theirs["param_groups"][0]["variant"]
+        theirs["param_groups"][0][name] = theirs["param_groups"][0].pop("trust_coefficient")
+        FusedLARS(model.parameters(), variant="scaled_grad").load_state_dict(theirs)
+        for optimizer in (FusedSGD(model.parameters(), momentum=0.9), FusedLARS(model.parameters())):
+            with pytest.raises(ValueError, match="states of group 0 are of variant 'scaled_grad' and not"):
+                optimizer.load_state_dict(theirs)

@@ -378,6 +378,26 @@ def test_the_table_shows_every_parameter():
     assert describe(FusedLAMB([nn.Parameter(torch.ones(()))], lr=0.5)).splitlines()[1].split()[-2:] == ["scalar", "0"]
 
 
+def test_describe_takes_what_optimizers_take() -> None:
+    """One tensor in a group is one parameter. What an optimizer could not read again is refused."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    plain = describe(list(model.parameters()))
+    assert plain.splitlines()[1:] == ["0      3x2    0", "0      3      1"]
+    assert describe(model.parameters()) == describe([{"params": list(model.parameters())}]) == plain
+    named = describe(FusedLAMB(model.named_parameters()))
+    for groups in (model.named_parameters(), [{"params": list(model.named_parameters())}]):
+        assert [row.split()[-2:] for row in describe(groups).splitlines()] == [
+            r.split()[-2:] for r in named.splitlines()
+        ]
+    for one in (model[0].weight, {"params": model[0].weight}):
+        assert describe(one).splitlines()[1:] == describe([one]).splitlines()[1:] == ["0      3x2    0"]
+    with pytest.raises(ValueError, match=r"params of group 1 can be read only once, .*: make them a list"):
+        describe([{"params": list(model.parameters())}, {"params": model.parameters()}])
+    for wrong in (model, [{"params": [model]}], ["weight"], [{"params": list(model.parameters())}, model[0].weight]):
+        with pytest.raises(TypeError, match=r"group 0 has a .*, no parameter: pass its parameters"):
+            describe(wrong)
+
+
 def test_a_lazy_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0.weight has no shape yet \(lazy module\): run one forward pass before"):
         param_groups(nn.Sequential(nn.LazyLinear(3)), 0.1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ddpcore
 from ddpcore.optim import FusedLAMB, param_groups
 from helpers import rules
 
@@ -241,3 +242,19 @@ def test_groups_of_a_model_leave_vectors_unadapted():
     ratios = optimizer.trust_ratios()
     assert {name for name, row in ratios.items() if row.ratio == 1.0} == {"0.bias", "1.weight", "1.bias"}
     assert ratios["0.weight"].ratio != 1.0
+
+
+def test_ratios_of_parameters_of_equal_names():
+    """Those of two models in one optimizer have the indices of the parameters, also with virtual learners."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pairs = [pair for layer in model for pair in layer.named_parameters()]
+    norms = [param.detach().norm().item() for _, param in pairs]
+    optimizer = FusedLAMB([{"params": pairs[:2]}, {"params": pairs[2:]}], lr=0.01, weight_decay=0.1)
+    train(optimizer, list(model.parameters()), steps=1)
+    assert list(optimizer.trust_ratios()) == [0, 1, 2, 3]
+    assert [row.weight_norm for row in optimizer.trust_ratios().values()] == pytest.approx(norms)
+    optimizer = FusedLAMB(pairs, lr=0.01)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=2)
+    handle.model(torch.randn(2, 3, 4)).sum().backward()
+    optimizer.step()
+    assert {index: len(rows) for index, rows in optimizer.trust_ratios().items()} == dict.fromkeys(range(4), 2)

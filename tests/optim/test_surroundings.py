@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,6 +61,8 @@ def steps_in_a_layout(name: str, of_weight: str | None, of_gradient: str | None)
     """Weights are those of contiguous tensors, and memory between the elements keeps its values."""
 
     def laid_out(value: Tensor, layout: str | None) -> Tensor:
+        if layout == "negative bit":
+            return torch.complex(value, -value).conj().imag
         return value if layout is None or layout == "expanded" else LAYOUTS[layout](value)
 
     def gradient(step: int, layout: str | None) -> Tensor:
@@ -82,7 +85,7 @@ def steps_in_a_layout(name: str, of_weight: str | None, of_gradient: str | None)
 @each_optimizer
 @each("of_weight", [None, *LAYOUTS])
 def test_a_step_ignores_the_layout(name, of_weight):
-    for of_gradient in (None, *LAYOUTS, "expanded"):
+    for of_gradient in (None, *LAYOUTS, "expanded", "negative bit"):
         steps_in_a_layout(name, of_weight, of_gradient)
 
 
@@ -299,6 +302,58 @@ def test_states_go_to_the_names(name, prefix):
         for state, value in first.state[one[key]].items():
             assert torch.equal(second.state[other[key]][state], value), (key, state)
     assert second.param_groups[0]["param_names"] == ["c", "a", "b"]
+
+
+def named_of(names: list[str], make: Make) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """An optimizer that has taken a step, whose gradients differ."""
+    params = [nn.Parameter(torch.ones(3, 4)) for _ in names]
+    optimizer = make(list(zip(names, params, strict=True)), lr=0.1)
+    for index, param in enumerate(params):
+        param.grad = torch.full((3, 4), 1.0 + index)
+    optimizer.step()
+    return optimizer, params
+
+
+NAMES: list[tuple[list[str], list[str], list[int] | str]] = [  # in the file, of the optimizer, and their places there
+    (["w", "b", "w", "b"], ["w", "b", "w", "b"], [0, 1, 2, 3]),
+    (["module.w", "w", "module.w", "w"], ["w", "w", "w", "w"], "group 0 has no parameter w, but module.w"),
+    (["w", "b", "w", "b"], ["w", "w", "b", "b"], "group 0 has names that are equal, reordered"),
+    (["w", "x"], ["w", "w"], "group 0 has no parameter w, but x"),
+    (["w", "w"], ["w", "x"], "group 0 has no parameter x, but w"),
+    (["1.module.w", "1.w"], ["1.w", "1.module.w"], [1, 0]),
+    (["module.1.module.w", "module.1.w"], ["1.w", "1.module.w"], [1, 0]),
+    (["_orig_mod.module.module.w", "_orig_mod.module.w2"], ["w2", "w"], [1, 0]),
+    (["a.module.w", "b.module._orig_mod.w"], ["module.b.w", "module.a.w"], [1, 0]),
+    (["module.w", "w"], ["module.module.w", "module.w"], "group 0 has no parameter module.module.w, but w"),
+    (["submodule.w", "w"], ["w", "submodule.w"], [1, 0]),
+    (["module.a", "module.b"], ["c", "b"], "group 0 has no parameter c, but a: load"),
+]
+
+
+def test_names_that_are_equal_with_or_without_wrappers():
+    """Equal names have the order of the file, and no two names become one because a module is called ``module``."""
+    for make, (theirs, ours, places) in product(OPTIMIZERS.values(), NAMES):
+        first, params = named_of(theirs, make)
+        second, own = named_of(ours, make)
+        if isinstance(places, str):
+            with pytest.raises(ValueError, match=places):
+                second.load_state_dict(first.state_dict())
+            continue
+        second.load_state_dict(first.state_dict())
+        for param, place in zip(own, places, strict=True):
+            for key, value in first.state[params[place]].items():
+                assert torch.equal(second.state[param][key], value), (theirs, ours, key)
+
+
+def test_groups_of_equal_names_or_such_that_a_wrapper_would_explain():
+    """A group with the weight of a module called ``module``, and one with another of that name."""
+
+    def make(*names: str) -> torch.optim.Optimizer:
+        return FusedAdamW([{"params": [(name, nn.Parameter(torch.ones(3, 4)))]} for name in names])
+
+    make("w", "w").load_state_dict(make("w", "w").state_dict())
+    with pytest.raises(ValueError, match=r"group 0 has no parameter module\.w, but w"):
+        make("module.w", "w").load_state_dict(make("w", "module.w").state_dict())
 
 
 @each_optimizer
