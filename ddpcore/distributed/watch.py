@@ -168,9 +168,8 @@ class LoopWatch:
     def count_pass(self, *, by_weights: bool) -> None:
         """Count a forward pass of a step, which averages weights if ``by_weights``.
 
-        RuntimeError: they were changed repeatedly between passes: a program that never calls ``step()`` would not
-        average. A step with a closure changes them itself, sharpness-aware minimization does once, and embeddings with
-        ``max_norm`` in each pass.
+        RuntimeError: they were changed repeatedly between passes: a program without ``step()`` would not average. A
+        closure may change them, sharpness-aware minimization does once, and embeddings with ``max_norm`` in each pass.
         """
         self.num_passes += 1
         num = self.num_passes

@@ -159,7 +159,9 @@ def order_of(index: int, own: Group, loaded: Group, key_of: Callable[[str], str]
     numbers = dict(zip(others, loaded["params"], strict=True))
     lacking, more = list(Counter(names) - Counter(others)), list(Counter(others) - Counter(names))
     if lacking or len(numbers) < len(names):
-        found = f"no parameter {lacking[0]}, but {', '.join(more[:3])}" if lacking else "names that are equal, reordered"
+        found = "names that are equal, reordered"
+        if lacking:
+            found = f"no parameter {lacking[0]}, but {', '.join(more[:3])}"
         advice = "load the state of the same model with the same groups, or rename param_names in the file"
         raise ValueError(f"state_dict: group {index} has {found}: {advice}")
     return {"params": [numbers[name] for name in names], "param_names": own["param_names"]}
