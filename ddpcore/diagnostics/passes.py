@@ -5,7 +5,7 @@ Shapes: L learners held by this process, P elements of a learner's row.
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -26,7 +27,7 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
 from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.hooks import own_hooks
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import is_dtensor, local
 from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
@@ -76,13 +77,17 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
 
 
 @contextmanager
-def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+def as_it_was(model: nn.Module, device: torch.device, moved: Container[int] = ()) -> Iterator[None]:
     """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor.
 
-    Inside, a forward pass of a model in training does not call its strategy, which could change weights.
+    Inside, parameters are copies, because a forward pass may write into them (``max_norm`` of an embedding, the mean of
+    a teacher); not those whose ids are in ``moved``, and no shards. A forward pass of a model in training does not call
+    its strategy, which could change weights.
     """
     learner = learner_of(model.parameters())
     was_paused = learner is not None and learner.hooks_paused
+    whole = (one for one in model.parameters() if not is_dtensor(one) and not is_lazy(one) and id(one) not in moved)
+    weights = [(parameter, parameter.data) for parameter in whole]
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
@@ -93,11 +98,16 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         if learner is not None:
             learner.hooks_paused = True
+        for parameter, data in weights:
+            parameter.data = data.clone()
         yield
     finally:
         if learner is not None:
             learner.hooks_paused = was_paused
         before.restore()
+        for parameter, data in weights:
+            parameter.data = data
+        torch.clear_autocast_cache()  # it holds the copies, cast
         for owner, name, buffer, value in buffers:
             buffer.data.copy_(value)
             owner[name] = buffer
@@ -107,7 +117,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def at_weights(
     model: nn.Module, learner: Learner, weights_LP: Tensor, random_state: RandomState | None = None
 ) -> Iterator[None]:
-    """In the ``with`` block, the model's parameters point to other weights.
+    """In the ``with`` block, the model's parameters point to a copy of other weights.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
     The passes use ``random_state``; None: the current one.
@@ -116,7 +126,8 @@ def at_weights(
     try:
         if shards is not None:
             shards.reshard()
-        with as_it_was(model, weights_LP.device), torch.enable_grad(), learner.flat.at(weights_LP):
+        kept = as_it_was(model, weights_LP.device, learner.flat.index)
+        with kept, torch.enable_grad(), learner.flat.at(weights_LP.clone()):
             if random_state is not None:
                 random_state.restore()
             yield
