@@ -19,6 +19,7 @@ from typing_extensions import override
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
+from ddpcore.distributed.guards import closure_of, with_closure
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
@@ -336,7 +337,7 @@ class PassStatistics(Source):
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
+        self._hook = optimizer.register_step_pre_hook(self._before_call)
         self._begin_step()
 
     def close(self) -> None:
@@ -365,6 +366,19 @@ class PassStatistics(Source):
         self._was_written = False
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
+
+    def _before_call(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if (closure := closure_of(args, kwargs)) is not None:
+            return with_closure(args, kwargs, partial(self._evaluate, closure, self._step))
+        self._before_optimizer()
+        return None
+
+    def _evaluate(self, closure: Callable[[], Any], step: int) -> Any:
+        """The result of a closure, whose first call in a step has the passes of this step."""
+        result = closure()
+        if self._step == step:
+            self._before_optimizer()
+        return result
 
     @torch.no_grad()
     def _before_optimizer(self) -> None:

@@ -36,7 +36,10 @@ class Observer:
         """Called at the end of a backward pass: all rows of ``grad_LP`` hold the average."""
 
     def before_step(self, learner: Learner) -> None:
-        """Called before the optimizer's step, with the weights and gradients that the backward pass left."""
+        """Called before the optimizer's step, with the weights and gradients that the backward pass left.
+
+        If the step calls a closure, the first call has left them. No method is called in its further calls.
+        """
 
 
 class Distributed:

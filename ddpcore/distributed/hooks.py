@@ -27,7 +27,15 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import Hook, StateHook, check_state_caller, creates_states_only, outside_modes
+from ddpcore.distributed.guards import (
+    Hook,
+    StateHook,
+    check_state_caller,
+    closure_of,
+    creates_states_only,
+    outside_modes,
+    with_closure,
+)
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.resets import refuse_lacking
@@ -76,6 +84,7 @@ class HookedDistributed(Distributed):
         optimizer, flat = learner.optimizer, learner.flat
         self._weight_step = optimizer.bind(flat) if isinstance(optimizer, FusedOptimizer) else WeightStep(flat)
         self.observers: list[Observer] = []
+        self._is_observed = False  # whether observers have seen the gradients of a step whose closure may run again
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._samples = SampleWatch(flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
@@ -231,12 +240,17 @@ class HookedDistributed(Distributed):
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
         self._samples.forget_reset()
-        for observer in self.observers:
+        for observer in self._watching:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
+
+    @property
+    def _watching(self) -> Sequence[Observer]:
+        """The observers that are called in passes: not in those of a closure's further calls."""
+        return () if self._is_observed else self.observers
 
     def _averages_in_place(self) -> bool:
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
@@ -257,7 +271,7 @@ class HookedDistributed(Distributed):
             return
         if plan.averages_gradients:
             self._watch.note_message(columns)
-            for observer in self.observers:
+            for observer in self._watching:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
             self.strategy.bucket_ready(self.learner, columns)
@@ -279,7 +293,7 @@ class HookedDistributed(Distributed):
             self._new_order = list(map(int, agreed[0].tolist())) if agreed[0, 0] >= 0 else None
         self._give_averages()
         if any(parameter.grad is not None for parameter in flat.parameters):  # else no learner had a pass
-            for observer in self.observers:
+            for observer in self._watching:
                 observer.gradients_averaged(self.learner)
         self._watch.note_average()
         self._samples.note_average(of_all=self.strategy.plan(self.learner.step).covers_all_learners)
@@ -307,7 +321,7 @@ class HookedDistributed(Distributed):
         self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        closure = closure_of(args, kwargs)
         self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
             return None
@@ -316,17 +330,22 @@ class HookedDistributed(Distributed):
         except BaseException:
             self._watch.end_call(frame)
             raise
-        if closure is None:
-            return None
-        whole = partial(self._evaluate, closure)
-        return ((*args[:1], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+        return None if closure is None else with_closure(args, kwargs, partial(self._evaluate, closure))
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """The result of a closure, after whose passes gradients are an average."""
+        """The result of a closure, after whose passes gradients are an average. Observers see the first in a step."""
         result = closure()
         self._check_complete()
         self._watch.check_rows()
+        if not self._is_observed:
+            self._observe()
+            self._is_observed = True
         return result
+
+    @outside_modes
+    def _observe(self) -> None:
+        for observer in self.observers:
+            observer.before_step(self.learner)
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch.end_call(sys._getframe(1)) and self._is_training:
@@ -377,8 +396,9 @@ class HookedDistributed(Distributed):
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
             self._new_order, self._laid_out = None, True
-        for observer in self.observers:
-            observer.before_step(learner)
+        self._is_observed = False
+        if closure is None:
+            self._observe()
         last = next(reversed(learner.optimizer._optimizer_step_pre_hooks))
         # Code of the program that runs before the weights are stepped must find them averaged.
         at_once = last != self._last_hook or type(learner.optimizer).step is not FusedOptimizer.step
@@ -388,6 +408,7 @@ class HookedDistributed(Distributed):
     @outside_modes
     def _after_step(self) -> None:
         self._watch.after_optimizer()
+        self._is_observed = False
         self.learner.step += 1
         self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
         self.phases.num_steps += 1

@@ -191,6 +191,39 @@ def test_passes_of_an_attempt_that_was_dropped_do_not_count(set_to_none):
     assert again.whole == plain.whole
 
 
+def test_passes_of_a_closure_are_those_of_its_step():
+    """Of a closure that LBFGS calls several times, the first call: its gradients are those before the step."""
+    torch.manual_seed(0)
+    batches, records = torch.randn(4, 2, 6, 4), []
+    for kind in ("plain", "closure", "by name", "several calls"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        several = kind == "several calls"
+        made = (torch.optim.LBFGS if several else torch.optim.SGD)(model.parameters(), lr=0.0)
+        statistics, num = NoiseStatistics(model, made, 1, batch_size=6), 0
+        for pair in batches:
+
+            def closure(model: nn.Module = model, made: torch.optim.Optimizer = made, pair: torch.Tensor = pair):
+                nonlocal num
+                num += 1
+                made.zero_grad()
+                losses = [model(x).square().mean() for x in pair]
+                for loss in losses:
+                    loss.backward()
+                return sum(losses)
+
+            if kind == "plain":
+                closure()
+                made.step()
+            elif kind == "by name":
+                made.step(closure=closure)
+            else:
+                made.step(closure)
+        assert num == len(batches) or (several and num > len(batches))
+        records.append([(r.step, r.valid, r.reason, r.num_learners, r.whole) for r in statistics.records])
+    assert records[0][0][1] and all(other == records[0] for other in records)
+
+
 def test_losses_divided_by_their_number():
     batches = torch.randn(4, 6, 4)
     plain = passes(*watched(), batches).whole
