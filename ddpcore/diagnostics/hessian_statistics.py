@@ -16,6 +16,7 @@ from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.spectra import Eigenvalues
+from ddpcore.diagnostics.weights import NOTHING
 from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range
@@ -44,7 +45,7 @@ class HessianRecord:
     #: the strategy has averaged them, among all or in groups
     noise: float | None
     noise_shares: list[float] | None  #: the share of ``noise`` along each of the k top eigenvectors; None with it
-    isotropic: float  #: ``1 / P``, the share along one direction if all directions were alike
+    isotropic: float  #: ``1 / P``, with P of this step: the share along one direction if all were alike
     problem: str | None  #: why there are no eigenvalues; None if all is well
     seconds: float  #: the time of the measurement
 
@@ -110,8 +111,7 @@ class HessianStatistics(Observer):
         else:
             if optimizer is None:
                 raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-            self._hessian = Hessian(self._model, loss)
-            check_range("top", top, most=self._hessian.numel - 1)
+            check_range("top", top, most=Hessian(self._model, loss).numel - 1)
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 
     def close(self) -> None:
@@ -135,8 +135,8 @@ class HessianStatistics(Observer):
         """Before a step of a model without learners."""
         self.num_steps += 1
         if self.num_steps % self.every == 0:
-            begin = time.perf_counter()
-            self.records.append(self._record(self.num_steps, begin, self._spectrum(self._hessian.operator())))
+            begin, operator = time.perf_counter(), Hessian(self._model, self._loss).operator()
+            self.records.append(self._record(self.num_steps, begin, self._spectrum(operator)))
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
@@ -160,12 +160,16 @@ class HessianStatistics(Observer):
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
+        num = operator.numel
+        problem = f"{num} numbers are trained now, and top is {self.top}: take a smaller top"
         try:
-            return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
+            if num > self.top:
+                return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
-            unknown = np.full(self.top + 1, np.nan)
-            vectors_kP = torch.zeros(self.top, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
-            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
+            problem = str(error)
+        unknown = np.full(self.top + 1, np.nan)
+        vectors_kP = torch.zeros(self.top, num, dtype=torch.float32, device="cpu").to(operator.like)
+        return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), problem
 
     def _record(
         self,
@@ -222,12 +226,18 @@ class HessianStatistics(Observer):
 
 
 def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
-    """The segments of a flat buffer, ``[L, *S]``, in the order of ``model.parameters()``, which never changes."""
+    """The segments of a flat buffer that are trained now, ``[L, *S]``, in the order of ``model.parameters()``.
+
+    ValueError: there is none.
+    """
     place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
     pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # the parameters of learner 0
-    return [stack for _, stack in sorted(pairs, key=lambda pair: place[id(pair[0])])]
+    trained = [(parameter, stack) for parameter, stack in pairs if parameter.requires_grad]
+    if not trained:
+        raise ValueError(NOTHING)
+    return [stack for _, stack in sorted(trained, key=lambda pair: place[id(pair[0])])]
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
-    """Rows ``[L, P]`` without the padding of the buffer."""
+    """Rows ``[L, P]`` without the padding of the buffer, and without what is frozen."""
     return torch.cat([stack.reshape(len(rows_LP), -1) for stack in _stacks(learner, rows_LP)], dim=1)

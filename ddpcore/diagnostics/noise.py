@@ -11,6 +11,7 @@ from ddpcore.diagnostics import dynamics
 from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of
 from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
 from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
+from ddpcore.diagnostics.weights import NOTHING
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
@@ -88,7 +89,7 @@ class NoiseStatistics:
         config = MeasurementConfig(**{option.name: given[option.name] for option in fields(MeasurementConfig)})
         hooked = _hooked(handle, optimizer, config)
         if not (named := [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]):
-            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+            raise ValueError(NOTHING)
         if hooked is None and is_dtensor(named[0][1]):
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
         names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
@@ -97,7 +98,7 @@ class NoiseStatistics:
         self._learner = None if hooked is None else hooked.learner
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
-            self._source = PassStatistics([parameter for _, parameter in named], optimizer, config, buffer)
+            self._source = PassStatistics(model_of(handle), optimizer, config, buffer)
         else:
             self._source = LearnerStatistics(hooked, config, buffer)
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from typing_extensions import override
 
@@ -31,6 +31,8 @@ DISJOINT = (
     "backward passes of this step reached different parameters, so a pass is not a batch: use one pass a batch, and "
     "use_reentrant=False for checkpointing"
 )
+
+LATE = "parameters are trained that were not when the statistics began: close() them and create NoiseStatistics again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +319,10 @@ def _copy(view: Tensor, parameter: Tensor, _: object = None) -> None:
         view.copy_(local(parameter.grad))
 
 
+def _trained(model: nn.Module) -> list[Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 class PassStatistics(Source):
     """On one device: in a measured step each backward pass counts as a learner.
 
@@ -327,13 +333,13 @@ class PassStatistics(Source):
 
     def __init__(
         self,
-        parameters: Sequence[Parameter],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: MeasurementConfig,
         record_buffer: RecordBuffer,
     ) -> None:
         super().__init__(config, record_buffer)
-        self._parameters = parameters
+        self._model, self._parameters = model, (parameters := _trained(model))
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
@@ -383,7 +389,8 @@ class PassStatistics(Source):
     @torch.no_grad()
     def _before_optimizer(self) -> None:
         if self._is_measured(self._step):
-            measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=DISJOINT if self._disjoint else "")
+            reason = DISJOINT if self._disjoint else "" if set(_trained(self._model)) <= set(self._parameters) else LATE
+            measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=reason)
             with self._record_buffer.measuring(measured) as result:
                 if self._num_passes > 1:
                     assert self._before is not None and self._squares is not None
@@ -427,7 +434,8 @@ class PassStatistics(Source):
         self._added.clear()
         self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
-        row = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters])
+        grads = [(p, p.grad if p.requires_grad else None) for p in self._parameters]
+        row = torch.cat([p.new_zeros(p.numel()) if grad is None else grad.reshape(-1) for p, grad in grads])
         squares = noise_sums([row], self._bounds, self._before)[:, 0, 0]
         self._squares = squares if self._squares is None else self._squares + squares
         self._before = row

@@ -20,6 +20,8 @@ from ddpcore.parameters.shards import is_dtensor
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
 
+NOTHING = "the model has no parameter that needs a gradient: there is nothing to measure"
+
 
 class WeightVector:
     """The parameters of a model that need a gradient, in the order of ``model.parameters()``.
@@ -33,7 +35,7 @@ class WeightVector:
         if any(map(is_dtensor, self.parameters)) or isinstance(model, AveragedShards):
             raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
         if not self.parameters:
-            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+            raise ValueError(NOTHING)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
@@ -45,6 +47,12 @@ class WeightVector:
     def numel(self) -> int:
         """P."""
         return len(self.values_P)
+
+    def check(self) -> None:
+        """ValueError: other parameters need a gradient now."""
+        now = [id(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
+        if now != list(map(id, self.parameters)):
+            raise ValueError("other parameters are trained now than when this Hessian was made: make a new Hessian")
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""

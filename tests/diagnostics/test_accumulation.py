@@ -163,6 +163,31 @@ def test_a_frozen_model_has_nothing_to_measure():
         NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_parameters_that_are_trained_at_the_step():
+    """A frozen one has no noise, also where its old gradient is left; one that came later makes no record valid."""
+    torch.manual_seed(0)
+    model, statistics, optimizer = watched()
+    model[2].weight.requires_grad_(False)
+    late, traces = NoiseStatistics(model, optimizer, 1, batch_size=6), []
+    for layer, is_trained in ((0, True), (0, False), (2, True)):
+        model[layer].weight.requires_grad_(is_trained)
+        rows, trained = [], [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for x in torch.randn(3, 6, 4):
+            gradients = torch.autograd.grad(model(x).square().mean(), trained)
+            rows.append(torch.cat([g.double().flatten() for g in gradients]))
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_trained:  # else the old gradients stay
+            model[0].weight.grad = torch.ones(5, 4)
+        stacked = torch.stack(rows)
+        traces.append(9 * (stacked.square().sum(1).mean() - stacked.mean(0).square().sum()).item())
+        record = statistics.records[-1]
+        assert record.valid and record.whole.trace == pytest.approx(sum(traces[-record.num_steps :]) / record.num_steps)
+    assert [record.valid for record in late.records] == [True, True, False]
+    assert late.records[2].reason.startswith("parameters are trained that were not when the statistics began")
+
+
 def passes(model: nn.Module, statistics: NoiseStatistics, optimizer: torch.optim.Optimizer, batches, scale=1.0):
     for x in batches:
         (model(x).square().mean() * scale).backward()

@@ -227,7 +227,7 @@ def test_two_averaged_passes_in_a_step_are_left_out():
 @pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(2), lambda: ddpcore.SlowMo(period=3)])
 def test_gradients_of_a_closure_are_those_of_its_step(strategy):
     """The gradients do not exist before the step. An optimizer may call the closure again, which changes nothing."""
-    records, noise = [], []
+    records, noise, now = [], [], [torch.zeros(0)]
     for num_calls in (0, 1, 2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -241,13 +241,13 @@ def test_gradients_of_a_closure_are_those_of_its_step(strategy):
 
         def closure(loss: Any = loss, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
-            (result := loss(x)).backward()
+            (result := loss(now[0])).backward()
             return result
 
         full = functools.partial(loss, inputs.flatten(0, 1).view(3, 20, 6))
-        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=4, loss=lambda: loss(x), full_loss=full)  # noqa: B023
+        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=4, loss=lambda: loss(now[0]), full_loss=full)
         hessian = HessianStatistics(handle, full, every=2, top=1)
-        for x in inputs:
+        for now[0] in inputs:
             if num_calls == 0:
                 closure()
             optimizer.step(*[closure][:num_calls])
