@@ -4,6 +4,7 @@ Shapes: L learners held by this process, P elements of a learner's row.
 """
 
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -191,23 +194,15 @@ def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Ten
 def hessian_product(
     model: nn.Module, learner: Learner, loss: Loss, mean_LP: Tensor, vectors_LP: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective.
-
-    ValueError if the model is compiled.
-    """
+    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective."""
     rows_LP, reached = torch.zeros_like(vectors_LP), set[int]()
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
-    try:
-        with at_weights(model, learner, mean_LP), twice_differentiable(model):
-            for part in parts_of(loss):
-                rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
-                reached |= _rows_of(learner, parameters, rows)
-                add_(views, [None if row is None else row[0] for row in rows])
-    except RuntimeError as error:
-        if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
-            raise
-        raise ValueError("hessian=True differentiates twice: full_loss must call the model uncompiled") from error
+    with at_weights(model, learner, mean_LP), twice_differentiable(model):
+        for part in parts_of(loss):
+            rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
+            reached |= _rows_of(learner, parameters, rows)
+            add_(views, [None if row is None else row[0] for row in rows])
     if reached:  # else the loss is linear
         _check_reached(learner, reached)
     return learner.average_of(_unscaled(rows_LP, scale))
@@ -221,13 +216,43 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     torch's own operation has wrong second derivatives, because its first one takes the norm as a constant. A hook of a
     parameter or module, such as one that clips, would act on a gradient and again on its derivative.
 
-    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives.
+    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives; the model is compiled; an operation has
+    no second derivative, or a spectral norm in training mode a wrong one, because autograd takes its vectors, which
+    follow the weights, as constants.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
     quotient = _Replaced(torch._weight_norm, lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
-    with sdpa_kernel(SDPBackend.MATH), quotient, without_hooks(model):
-        yield
+    vectors = [(name, vector, vector._version) for name, vector in _singular_vectors(model)]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), quotient, without_hooks(model):
+            yield
+    except RuntimeError as error:
+        if "donated buffer" in str(error) or "aot_autograd" in str(error):
+            raise ValueError(
+                "the model is compiled, and torch.compile differentiates once: let the loss call the model uncompiled"
+            ) from error
+        if (found := re.fullmatch(r"(?:the )?derivative for (\S+) is not implemented\.?", str(error))) is None:
+            raise
+        name = found[1].strip("'").removeprefix("aten::")
+        advice = "which second derivatives need: compute this part by other operations of torch"
+        raise ValueError(f"torch has no derivative of {name}, {advice}") from error
+    for name, vector, version in vectors:
+        if vector._version != version:
+            raise ValueError(
+                f"the spectral_norm of {name} follows the weights in training mode, and its second derivatives leave "
+                "that out: call model.eval() before, or in the loss"
+            )
+
+
+def _singular_vectors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A vector of each spectral norm, which a pass in training mode changes, by the name of the module."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpectralNorm) and hasattr(module, "_u"):
+            yield name, module._u
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield name, getattr(module, f"{hook.name}_u")
 
 
 @contextmanager

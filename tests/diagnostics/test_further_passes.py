@@ -256,7 +256,7 @@ def test_a_compiled_model_has_no_second_derivatives():
     loss = lambda: handle.model(x).tanh().square().mean((1, 2)).sum()  # noqa: E731
     NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
     loss().backward()
-    with pytest.raises(ValueError, match="must call the model uncompiled"):
+    with pytest.raises(ValueError, match="let the loss call the model uncompiled"):
         optimizer.step()
 
 
