@@ -145,6 +145,11 @@ def test_one_virtual_learner_accumulates():
     with handle.no_sync():
         handle.model(torch.randn(1, 8, 3)).square().mean().backward()
     optimizer.step()  # one learner needs no average
+    optimizer.zero_grad()
+    for _ in range(2):
+        handle.model(torch.randn(1, 8, 3)).square().mean().backward()
+    optimizer.step()
+    assert not statistics.records[-1].valid and "in handle.no_sync()" in statistics.records[-1].reason
 
 
 def test_closing_takes_the_hooks_away():

@@ -222,6 +222,7 @@ def test_two_averaged_passes_in_a_step_are_left_out():
         optimizer.step()
     assert [record.valid for record in statistics.records] == [False, True]
     assert statistics.records[0].num_skipped == 1
+    assert "but the last in handle.no_sync()" in statistics.records[0].reason
 
 
 @pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(2), lambda: ddpcore.SlowMo(period=3)])
