@@ -16,7 +16,6 @@ from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.hessian import Hessian
 from ddpcore.diagnostics.passes import Loss
 from ddpcore.diagnostics.spectra import Eigenvalues
-from ddpcore.diagnostics.weights import NOTHING
 from ddpcore.distributed.handle import Distributed, Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range
@@ -230,12 +229,9 @@ def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
 
     ValueError: there is none.
     """
-    place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
-    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # the parameters of learner 0
-    trained = [(parameter, stack) for parameter, stack in pairs if parameter.requires_grad]
-    if not trained:
-        raise ValueError(NOTHING)
-    return [stack for _, stack in sorted(trained, key=lambda pair: place[id(pair[0])])]
+    own = map(id, learner.flat.parameters)  # of which those of learner 0 come first
+    stacks = dict(zip(own, learner.flat.stacks_of(rows_LP), strict=False))
+    return [stacks[id(parameter)] for parameter in passes.trained(learner.models[0]) if id(parameter) in stacks]
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.diagnostics import dynamics
-from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of
+from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of, trained
 from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
 from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
-from ddpcore.diagnostics.weights import NOTHING
 from ddpcore.distributed.handle import Distributed
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.options.typed import check_range, typed
@@ -88,17 +87,17 @@ class NoiseStatistics:
         self.every, self.batch_size = every, batch_size
         config = MeasurementConfig(**{option.name: given[option.name] for option in fields(MeasurementConfig)})
         hooked = _hooked(handle, optimizer, config)
-        if not (named := [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]):
-            raise ValueError(NOTHING)
-        if hooked is None and is_dtensor(named[0][1]):
+        model, first = model_of(handle), trained(model_of(handle))[0]
+        if hooked is None and is_dtensor(first):
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
-        names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
+        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        names = own if hooked is None else hooked.learner.flat.names
         series = Series(batch_size, names, per_segment, population)
-        buffer = self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
+        buffer = self._record_buffer = RecordBuffer(first.device, series, full_loss_of)
         self._learner = None if hooked is None else hooked.learner
         self._source: LearnerStatistics | PassStatistics
         if hooked is None:
-            self._source = PassStatistics(model_of(handle), optimizer, config, buffer)
+            self._source = PassStatistics(model, optimizer, config, buffer)
         else:
             self._source = LearnerStatistics(hooked, config, buffer)
 

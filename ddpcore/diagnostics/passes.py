@@ -79,6 +79,13 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
     return model
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that need a gradient now. ValueError: there is none."""
+    if not (found := [parameter for parameter in model.parameters() if parameter.requires_grad]):
+        raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+    return found
+
+
 @contextmanager
 def as_it_was(model: nn.Module, device: torch.device, moved: Container[int] = ()) -> Iterator[None]:
     """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor.
@@ -194,7 +201,7 @@ def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Ten
 def hessian_product(
     model: nn.Module, learner: Learner, loss: Loss, mean_LP: Tensor, vectors_LP: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective."""
+    """The Hessian of the mean of all learners' losses at the mean weights times a vector, ``[L, P]``. Collective."""
     rows_LP, reached = torch.zeros_like(vectors_LP), set[int]()
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
@@ -216,9 +223,8 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     torch's own operation has wrong second derivatives, because its first one takes the norm as a constant. A hook of a
     parameter or module, such as one that clips, would act on a gradient and again on its derivative.
 
-    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives; the model is compiled; an operation has
-    no second derivative, or a spectral norm in training mode a wrong one, because autograd takes its vectors, which
-    follow the weights, as constants.
+    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives; a compiled model; an operation without
+    a second derivative; a spectral norm in training mode, whose vectors follow the weights without autograd.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from typing_extensions import override
 
 from ddpcore.diagnostics import dynamics, passes
 from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
-from ddpcore.distributed.guards import closure_of, with_closure
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import closure_of, own_hooks, with_closure
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
@@ -319,10 +317,6 @@ def _copy(view: Tensor, parameter: Tensor, _: object = None) -> None:
         view.copy_(local(parameter.grad))
 
 
-def _trained(model: nn.Module) -> list[Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 class PassStatistics(Source):
     """On one device: in a measured step each backward pass counts as a learner.
 
@@ -339,7 +333,7 @@ class PassStatistics(Source):
         record_buffer: RecordBuffer,
     ) -> None:
         super().__init__(config, record_buffer)
-        self._model, self._parameters = model, (parameters := _trained(model))
+        self._model, self._parameters = model, (parameters := passes.trained(model))
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
@@ -389,7 +383,8 @@ class PassStatistics(Source):
     @torch.no_grad()
     def _before_optimizer(self) -> None:
         if self._is_measured(self._step):
-            reason = DISJOINT if self._disjoint else "" if set(_trained(self._model)) <= set(self._parameters) else LATE
+            is_late = {one for one in self._model.parameters() if one.requires_grad}.difference(self._parameters)
+            reason = DISJOINT if self._disjoint else LATE if is_late else ""
             measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=reason)
             with self._record_buffer.measuring(measured) as result:
                 if self._num_passes > 1:

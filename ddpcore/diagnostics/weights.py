@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpcore.comm.groups import Call, meet, size_of
-from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
+from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of, trained
 from ddpcore.distributed.averaging import AveragedShards
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import is_dtensor
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(outputs, targets)`` returns the mean loss of a batch."""
-
-NOTHING = "the model has no parameter that needs a gradient: there is nothing to measure"
 
 
 class WeightVector:
@@ -31,11 +29,9 @@ class WeightVector:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = trained(model)
         if any(map(is_dtensor, self.parameters)) or isinstance(model, AveragedShards):
             raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
-        if not self.parameters:
-            raise ValueError(NOTHING)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
@@ -50,8 +46,7 @@ class WeightVector:
 
     def check(self) -> None:
         """ValueError: other parameters need a gradient now."""
-        now = [id(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
-        if now != list(map(id, self.parameters)):
+        if list(map(id, trained(self.model))) != list(map(id, self.parameters)):
             raise ValueError("other parameters are trained now than when this Hessian was made: make a new Hessian")
 
     def views(self, rows: Tensor) -> list[Tensor]:

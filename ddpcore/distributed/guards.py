@@ -70,16 +70,6 @@ def outside_modes(function: Callable[..., Any]) -> Any:
     return run
 
 
-def closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """The closure among the arguments that a hook of ``step()`` gets, of which the first is the optimizer."""
-    return args[1] if len(args) > 1 else kwargs.get("closure")
-
-
-def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> tuple[Any, Any]:
-    """These arguments with another closure."""
-    return ((*args[:1], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
-
-
 def wrapper_of(module: nn.Module) -> str | None:
     """The name of the class that averages or shards the module; None if there is none."""
     return next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)

@@ -27,15 +27,7 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import (
-    Hook,
-    StateHook,
-    check_state_caller,
-    closure_of,
-    creates_states_only,
-    outside_modes,
-    with_closure,
-)
+from ddpcore.distributed.guards import Hook, StateHook, check_state_caller, creates_states_only, outside_modes
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.resets import refuse_lacking
@@ -45,7 +37,7 @@ from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets, Pieces
-from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks
+from ddpcore.parameters.hooks import closure_of, exclude_from_compilation, is_traced, own_hooks, with_closure
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of, versioned, versions_of
@@ -84,7 +76,7 @@ class HookedDistributed(Distributed):
         optimizer, flat = learner.optimizer, learner.flat
         self._weight_step = optimizer.bind(flat) if isinstance(optimizer, FusedOptimizer) else WeightStep(flat)
         self.observers: list[Observer] = []
-        self._is_observed = False  # whether observers have seen the gradients of a step whose closure may run again
+        self._watching: Sequence[Observer] = self.observers  # none in a step whose closure runs again
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._samples = SampleWatch(flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
@@ -247,11 +239,6 @@ class HookedDistributed(Distributed):
             self.strategy.before_forward(self.learner)
         self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
 
-    @property
-    def _watching(self) -> Sequence[Observer]:
-        """The observers that are called in passes: not in those of a closure's further calls."""
-        return () if self._is_observed else self.observers
-
     def _averages_in_place(self) -> bool:
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""
         strategy, comm = self.strategy, self.learner.comm
@@ -337,14 +324,13 @@ class HookedDistributed(Distributed):
         result = closure()
         self._check_complete()
         self._watch.check_rows()
-        if not self._is_observed:
-            self._observe()
-            self._is_observed = True
+        self._observe()
+        self._watching = ()
         return result
 
     @outside_modes
     def _observe(self) -> None:
-        for observer in self.observers:
+        for observer in self._watching:
             observer.before_step(self.learner)
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -396,7 +382,7 @@ class HookedDistributed(Distributed):
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
             self._new_order, self._laid_out = None, True
-        self._is_observed = False
+        self._watching = self.observers
         if closure is None:
             self._observe()
         last = next(reversed(learner.optimizer._optimizer_step_pre_hooks))
@@ -408,7 +394,7 @@ class HookedDistributed(Distributed):
     @outside_modes
     def _after_step(self) -> None:
         self._watch.after_optimizer()
-        self._is_observed = False
+        self._watching = self.observers
         self.learner.step += 1
         self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
         self.phases.num_steps += 1

@@ -389,3 +389,11 @@ def test_a_multiple_of_the_identity(value: float, num: int) -> None:
     operator = spectra.Operator(product=lambda rows: rows * value, like=torch.ones(num, dtype=torch.float64))
     found = spectra.extreme_eigenvalues(operator, 2, 2, seed=0, tolerance=1e-6, max_products=1000)
     assert found.values == pytest.approx([value] * 4)
+
+
+def test_an_eigenvalue_beside_the_smallest_is_not_taken_for_it() -> None:
+    values = torch.cat([torch.tensor([-0.1572, -0.1503, -0.138, -0.12]), torch.linspace(-0.1, 0.3, 70), torch.ones(1)])
+    operator = spectra.Operator(product=lambda rows: rows * values, like=torch.zeros(75))
+    for seed in range(20):
+        found = spectra.extreme_eigenvalues(operator, 1, 1, seed=seed, tolerance=1e-3, max_products=1000)
+        assert found.values[1] == pytest.approx(-0.1572, abs=1e-3), seed

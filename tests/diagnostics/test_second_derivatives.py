@@ -73,7 +73,7 @@ def test_operations_without_second_derivatives_are_named() -> None:
     for name, loss_fn in LOSSES.items():
         loss = lambda loss_fn=loss_fn: loss_fn(model(inputs))  # noqa: E731
         for call in (Hessian(model, loss).trace, lambda loss=loss: flatness(model, loss)):
-            with pytest.raises(ValueError, match=f"torch has no derivative of {name}, which .* compute this part"):
+            with pytest.raises(ValueError, match=rf"torch has no derivative of {name}, which .* compute this part"):
                 call()
 
 
