@@ -27,7 +27,7 @@ class HessianRecord:
     """One measurement, at the mean ``w_a`` of the learners' weights before the step."""
 
     step: int  #: the step that follows, counted from 1
-    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found
+    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss (fewer: P - 1), descending; or NaN
     smallest: float  #: the smallest eigenvalue
     residuals: list[float]  #: ``|H v - lambda v|`` of the k largest, and of the smallest
     #: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners computed the
@@ -90,10 +90,9 @@ class HessianStatistics(Observer):
         tolerance: float = 1e-3,
         max_products: int = 500,
     ) -> None:
-        check_range("every", every, least=1)
-        check_range("top", top, least=1)
+        for name, value in (("every", every), ("top", top), ("max_products", max_products)):
+            check_range(name, value, least=1)
         check_range("tolerance", tolerance, above=0)
-        check_range("max_products", max_products, least=1)
         self._handle, self._model, self._loss = handle, passes.model_of(handle), loss
         self.every, self.top = every, top
         self._limits: dict[str, Any] = {"seed": seed, "tolerance": tolerance, "max_products": max_products}
@@ -122,13 +121,8 @@ class HessianStatistics(Observer):
 
     @override
     def before_step(self, learner: Learner) -> None:
-        if (learner.step + 1) % self.every:
-            return
-        sent = learner.comm.bytes_sent
-        try:
+        if (learner.step + 1) % self.every == 0:
             self.records.append(self._measure(learner))
-        finally:
-            learner.comm.bytes_sent = sent
 
     def _before_call(self, *_: Any) -> None:
         """Before a step of a model without learners."""
@@ -142,7 +136,7 @@ class HessianStatistics(Observer):
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
         operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
         spectrum = self._spectrum(operator)
-        top_kP, penalty = spectrum[0].vectors[: self.top], 0.0
+        top_kP, penalty = spectrum[0].vectors[:-1], 0.0
         distance: _Share = (0.0, [])
         learner.comm.broadcast_(first_LP := weights_LP.clone())
         are_first_L = (first_LP == weights_LP).all(dim=1)
@@ -159,16 +153,13 @@ class HessianStatistics(Observer):
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
-        num = operator.numel
-        problem = f"{num} numbers are trained now, and top is {self.top}: take a smaller top"
+        top = min(self.top, operator.numel - 1)
         try:
-            if num > self.top:
-                return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
+            return spectra.extreme_eigenvalues(operator, top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
-            problem = str(error)
-        unknown = np.full(self.top + 1, np.nan)
-        vectors_kP = torch.zeros(self.top, num, dtype=torch.float32, device="cpu").to(operator.like)
-        return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), problem
+            unknown = np.full(top + 1, np.nan)
+            vectors_kP = torch.zeros(top + 1, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
+            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _record(
         self,
@@ -183,7 +174,7 @@ class HessianStatistics(Observer):
         values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
             step=step,
-            largest=values[: self.top],
+            largest=values[:-1],
             smallest=values[-1],
             residuals=found.residuals.tolist(),
             distance=distance[0],

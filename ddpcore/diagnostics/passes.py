@@ -238,17 +238,15 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
             raise ValueError(
                 "the model is compiled, and torch.compile differentiates once: let the loss call the model uncompiled"
             ) from error
-        if (found := re.fullmatch(r"(?:the )?derivative for (\S+) is not implemented\.?", str(error))) is None:
+        if (found := re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented\.?$", str(error))) is None:
             raise
-        name = found[1].strip("'").removeprefix("aten::")
         advice = "which second derivatives need: compute this part by other operations of torch"
-        raise ValueError(f"torch has no derivative of {name}, {advice}") from error
-    for name, vector, version in vectors:
-        if vector._version != version:
-            raise ValueError(
-                f"the spectral_norm of {name} follows the weights in training mode, and its second derivatives leave "
-                "that out: call model.eval() before, or in the loss"
-            )
+        raise ValueError(f"torch has no derivative of {found[1]}, {advice}") from error
+    if changed := [name for name, vector, version in vectors if vector._version != version]:
+        raise ValueError(
+            f"the spectral_norm of {changed[0]} follows the weights in training mode, and its second derivatives leave "
+            "that out: call model.eval() before, or in the loss"
+        )
 
 
 def _singular_vectors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -187,9 +187,7 @@ class RecordBuffer:
 
     def __init__(self, device: torch.device, series: Series, full_loss_of: str) -> None:
         self.series, self._full_loss_of, self._device = series, full_loss_of, device
-        self._records: list[NoiseRecord] = []
-        self._pending: list[Measured] = []
-        self._last = mark_on(device)
+        self.clear()
 
     @property
     def records(self) -> list[NoiseRecord]:
@@ -209,8 +207,9 @@ class RecordBuffer:
 
     def clear(self) -> None:
         """Discard all records; time counts from now."""
-        self._records, self._pending = [], []
-        self._last = mark_on(self._device)
+        self._records: list[NoiseRecord] = []
+        self._pending: list[Measured] = []
+        self._last: Mark = mark_on(self._device)
 
     def _convert(self, pending: int) -> list[NoiseRecord]:
         while len(self._pending) > pending:

@@ -29,7 +29,6 @@ DISJOINT = (
     "backward passes of this step reached different parameters, so a pass is not a batch: use one pass a batch, and "
     "use_reentrant=False for checkpointing"
 )
-
 LATE = "parameters are trained that were not when the statistics began: close() them and create NoiseStatistics again"
 
 
@@ -106,14 +105,13 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
+        device = learner.flat.param_LP.device
         if not self._is_measured(learner.step):
             return
-        if self._config.loss is None or self._random is not None:
+        if self._config.loss is None:
             if self._left_LP is None and not self._handle.strategy.plan(learner.step).averages_gradients:
                 self._begin_copies(learner.flat)
-            return
-        device = learner.flat.param_LP.device
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        elif self._random is None and (device.type != "cuda" or not torch.cuda.is_current_stream_capturing()):
             self._random = RandomState(device)
 
     def _begin_copies(self, flat: FlatParameters) -> None:
@@ -162,27 +160,23 @@ class LearnerStatistics(Source):
         self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
 
     def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
-        sent, strategy, step = self._learner.comm.bytes_sent, self._handle.strategy, self._learner.step
-        plan = strategy.plan(step)
+        plan = self._handle.strategy.plan(self._learner.step)
         averages = plan.averages_gradients
         kept = self._config.every if averages else MEASURED
-        measured = Measured(step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
+        measured = Measured(self._learner.step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
         measured.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
         with self._record_buffer.measuring(measured) as result:
-            try:
-                if not averages:
-                    squares = self._measure_different(result, random)
-                    steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
-                elif self._config.full_loss is not None:
-                    self._measure_identical(result, random)
-                if steps:
-                    own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
-                    rows = own_LTS.flatten(1)
-                    self._learner.comm.average_(rows).wait()
-                    result.own_TS = rows[0].view(own_LTS.shape[1:])
-                    result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
-            finally:
-                self._learner.comm.bytes_sent = sent
+            if not averages:
+                squares = self._measure_different(result, random)
+                steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
+            elif self._config.full_loss is not None:
+                self._measure_identical(result, random)
+            if steps:
+                own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
+                rows = own_LTS.flatten(1)
+                self._learner.comm.average_(rows).wait()
+                result.own_TS = rows[0].view(own_LTS.shape[1:])
+                result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""
@@ -222,10 +216,7 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            if flat.shards is None:
-                norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
-            else:
-                norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
+            norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
             factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
             average_LP = self._learner.average_of(grad_LP * factors_L1)
         full_P = self._full_gradient(mean_LP, config.full_loss, result)
@@ -326,11 +317,7 @@ class PassStatistics(Source):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: MeasurementConfig,
-        record_buffer: RecordBuffer,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig, record_buffer: RecordBuffer
     ) -> None:
         super().__init__(config, record_buffer)
         self._model, self._parameters = model, (parameters := passes.trained(model))

@@ -23,7 +23,8 @@ Resharding = tuple[tuple[int, tuple[int, ...]], ...]
 class Observer:
     """Diagnostics that follow a loop: methods are called on every rank in this order, read a learner, change nothing.
 
-    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients.
+    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients. If a step calls its
+    closure repeatedly, all are called in the first call alone.
     """
 
     def before_forward(self, learner: Learner) -> None:
@@ -36,10 +37,7 @@ class Observer:
         """Called at the end of a backward pass: all rows of ``grad_LP`` hold the average."""
 
     def before_step(self, learner: Learner) -> None:
-        """Called before the optimizer's step, with the weights and gradients that the backward pass left.
-
-        If the step calls a closure, the first call has left them. No method is called in its further calls.
-        """
+        """Called before the optimizer's step, with the weights and gradients that the backward pass left."""
 
 
 class Distributed:

@@ -330,8 +330,12 @@ class HookedDistributed(Distributed):
 
     @outside_modes
     def _observe(self) -> None:
-        for observer in self._watching:
-            observer.before_step(self.learner)
+        sent = self.learner.comm.bytes_sent  # without what observers send
+        try:
+            for observer in self._watching:
+                observer.before_step(self.learner)
+        finally:
+            self.learner.comm.bytes_sent = sent
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch.end_call(sys._getframe(1)) and self._is_training:

@@ -73,7 +73,9 @@ def test_operations_without_second_derivatives_are_named() -> None:
     for name, loss_fn in LOSSES.items():
         loss = lambda loss_fn=loss_fn: loss_fn(model(inputs))  # noqa: E731
         for call in (Hessian(model, loss).trace, lambda loss=loss: flatness(model, loss)):
-            with pytest.raises(ValueError, match=rf"torch has no derivative of {name}, which .* compute this part"):
+            with pytest.raises(
+                ValueError, match=f"torch has no derivative of {name}, which second derivatives need: compute"
+            ):
                 call()
 
 
@@ -88,5 +90,5 @@ def test_compiled_models_are_one_line() -> None:
     HessianStatistics(model, loss, optimizer=optimizer, every=1, top=1)
     calls = [Hessian(model, loss).trace, Hessian(compiled, data, gauss_newton=True).trace, optimizer.step]
     for call in (*calls, lambda: flatness(compiled, loss)):
-        with pytest.raises(ValueError, match="compiled, and torch.compile differentiates once: let the loss call"):
+        with pytest.raises(ValueError, match=r"compiled, and torch.compile differentiates once: let the loss call"):
             call()
