@@ -189,6 +189,12 @@ class RecordBuffer:
         self.series, self._full_loss_of, self._device = series, full_loss_of, device
         self.clear()
 
+    def clear(self) -> None:
+        """Discard all records; time counts from now."""
+        self._records: list[NoiseRecord] = []
+        self._pending: list[Measured] = []
+        self._last = mark_on(self._device)
+
     @property
     def records(self) -> list[NoiseRecord]:
         """All records so far. Waits for the device."""
@@ -204,12 +210,6 @@ class RecordBuffer:
         self._last = end
         self._pending.append(result)
         self._convert(PENDING)
-
-    def clear(self) -> None:
-        """Discard all records; time counts from now."""
-        self._records: list[NoiseRecord] = []
-        self._pending: list[Measured] = []
-        self._last: Mark = mark_on(self._device)
 
     def _convert(self, pending: int) -> list[NoiseRecord]:
         while len(self._pending) > pending:
