@@ -111,6 +111,7 @@ class Hessian:
         return spectra.Operator(product=self.product, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:
+        self.weights.check()
         results_KP, vectors = torch.zeros_like(rows_KP), self.weights.views(rows_KP)
         views = self.weights.views(results_KP)
         with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable(self._model):

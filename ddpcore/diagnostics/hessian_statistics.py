@@ -27,7 +27,7 @@ class HessianRecord:
     """One measurement, at the mean ``w_a`` of the learners' weights before the step."""
 
     step: int  #: the step that follows, counted from 1
-    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss, descending; NaN if it was not found
+    largest: list[float]  #: the k largest eigenvalues of the Hessian of the loss (fewer: P - 1), descending; or NaN
     smallest: float  #: the smallest eigenvalue
     residuals: list[float]  #: ``|H v - lambda v|`` of the k largest, and of the smallest
     #: ``1/n sum_j |w_j - mean w|^2``, the trace of the covariance of the weights w_j at which the learners computed the
@@ -44,7 +44,7 @@ class HessianRecord:
     #: the strategy has averaged them, among all or in groups
     noise: float | None
     noise_shares: list[float] | None  #: the share of ``noise`` along each of the k top eigenvectors; None with it
-    isotropic: float  #: ``1 / P``, the share along one direction if all directions were alike
+    isotropic: float  #: ``1 / P``, with P of this step: the share along one direction if all were alike
     problem: str | None  #: why there are no eigenvalues; None if all is well
     seconds: float  #: the time of the measurement
 
@@ -90,10 +90,9 @@ class HessianStatistics(Observer):
         tolerance: float = 1e-3,
         max_products: int = 500,
     ) -> None:
-        check_range("every", every, least=1)
-        check_range("top", top, least=1)
+        for name, value in (("every", every), ("top", top), ("max_products", max_products)):
+            check_range(name, value, least=1)
         check_range("tolerance", tolerance, above=0)
-        check_range("max_products", max_products, least=1)
         self._handle, self._model, self._loss = handle, passes.model_of(handle), loss
         self.every, self.top = every, top
         self._limits: dict[str, Any] = {"seed": seed, "tolerance": tolerance, "max_products": max_products}
@@ -110,8 +109,7 @@ class HessianStatistics(Observer):
         else:
             if optimizer is None:
                 raise ValueError("a model without learners: pass optimizer=, whose steps are counted")
-            self._hessian = Hessian(self._model, loss)
-            check_range("top", top, most=self._hessian.numel - 1)
+            check_range("top", top, most=Hessian(self._model, loss).numel - 1)
             self._hook = optimizer.register_step_pre_hook(self._before_call)
 
     def close(self) -> None:
@@ -123,27 +121,22 @@ class HessianStatistics(Observer):
 
     @override
     def before_step(self, learner: Learner) -> None:
-        if (learner.step + 1) % self.every:
-            return
-        sent = learner.comm.bytes_sent
-        try:
+        if (learner.step + 1) % self.every == 0:
             self.records.append(self._measure(learner))
-        finally:
-            learner.comm.bytes_sent = sent
 
     def _before_call(self, *_: Any) -> None:
         """Before a step of a model without learners."""
         self.num_steps += 1
         if self.num_steps % self.every == 0:
-            begin = time.perf_counter()
-            self.records.append(self._record(self.num_steps, begin, self._spectrum(self._hessian.operator())))
+            begin, operator = time.perf_counter(), Hessian(self._model, self._loss).operator()
+            self.records.append(self._record(self.num_steps, begin, self._spectrum(operator)))
 
     def _measure(self, learner: Learner) -> HessianRecord:
         assert isinstance(self._handle, HookedDistributed)
         begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
         operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
         spectrum = self._spectrum(operator)
-        top_kP, penalty = spectrum[0].vectors[: self.top], 0.0
+        top_kP, penalty = spectrum[0].vectors[:-1], 0.0
         distance: _Share = (0.0, [])
         learner.comm.broadcast_(first_LP := weights_LP.clone())
         are_first_L = (first_LP == weights_LP).all(dim=1)
@@ -160,11 +153,12 @@ class HessianStatistics(Observer):
 
     def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
         """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
+        top = min(self.top, operator.numel - 1)
         try:
-            return spectra.extreme_eigenvalues(operator, self.top, 1, **self._limits), None
+            return spectra.extreme_eigenvalues(operator, top, 1, **self._limits), None
         except (spectra.NotFinite, spectra.NotConverged) as error:
-            unknown = np.full(self.top + 1, np.nan)
-            vectors_kP = torch.zeros(self.top, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
+            unknown = np.full(top + 1, np.nan)
+            vectors_kP = torch.zeros(top + 1, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
             return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _record(
@@ -180,7 +174,7 @@ class HessianStatistics(Observer):
         values, is_known = found.values.tolist(), problem is None
         return HessianRecord(
             step=step,
-            largest=values[: self.top],
+            largest=values[:-1],
             smallest=values[-1],
             residuals=found.residuals.tolist(),
             distance=distance[0],
@@ -222,12 +216,15 @@ class HessianStatistics(Observer):
 
 
 def _stacks(learner: Learner, rows_LP: Tensor) -> list[Tensor]:
-    """The segments of a flat buffer, ``[L, *S]``, in the order of ``model.parameters()``, which never changes."""
-    place = {id(parameter): number for number, parameter in enumerate(learner.models[0].parameters())}
-    pairs = zip(learner.flat.parameters, learner.flat.stacks_of(rows_LP), strict=False)  # the parameters of learner 0
-    return [stack for _, stack in sorted(pairs, key=lambda pair: place[id(pair[0])])]
+    """The segments of a flat buffer that are trained now, ``[L, *S]``, in the order of ``model.parameters()``.
+
+    ValueError: there is none.
+    """
+    own = map(id, learner.flat.parameters)  # of which those of learner 0 come first
+    stacks = dict(zip(own, learner.flat.stacks_of(rows_LP), strict=False))
+    return [stacks[id(parameter)] for parameter in passes.trained(learner.models[0]) if id(parameter) in stacks]
 
 
 def _real(learner: Learner, rows_LP: Tensor) -> Tensor:
-    """Rows ``[L, P]`` without the padding of the buffer."""
+    """Rows ``[L, P]`` without the padding of the buffer, and without what is frozen."""
     return torch.cat([stack.reshape(len(rows_LP), -1) for stack in _stacks(learner, rows_LP)], dim=1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.diagnostics import dynamics
-from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of
+from ddpcore.diagnostics.passes import Loss, check_equal_weights, model_of, trained
 from ddpcore.diagnostics.record import NoiseRecord, RecordBuffer, Series
 from ddpcore.diagnostics.sources import LearnerStatistics, MeasurementConfig, PassStatistics
 from ddpcore.distributed.handle import Distributed
@@ -86,20 +86,21 @@ class NoiseStatistics:
             raise ValueError("hessian=True takes the curvature of the full loss: pass full_loss=")
         self.every, self.batch_size = every, batch_size
         config = MeasurementConfig(**{option.name: given[option.name] for option in fields(MeasurementConfig)})
-        hooked = _hooked(handle, optimizer, config)
-        if not (named := [(name, p) for name, p in model_of(handle).named_parameters() if p.requires_grad]):
-            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
-        if hooked is None and is_dtensor(named[0][1]):
+        model = model_of(handle)
+        hooked, first = _hooked(handle, optimizer, config), trained(model)[0]
+        if hooked is None and is_dtensor(first):
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
-        names = [name for name, _ in named] if hooked is None else hooked.learner.flat.names
+        names = (
+            hooked.learner.flat.names if hooked else [name for name, p in model.named_parameters() if p.requires_grad]
+        )
         series = Series(batch_size, names, per_segment, population)
-        buffer = self._record_buffer = RecordBuffer(named[0][1].device, series, full_loss_of)
+        buffer = self._record_buffer = RecordBuffer(first.device, series, full_loss_of)
         self._learner = None if hooked is None else hooked.learner
-        self._source: LearnerStatistics | PassStatistics
-        if hooked is None:
-            self._source = PassStatistics([parameter for _, parameter in named], optimizer, config, buffer)
-        else:
-            self._source = LearnerStatistics(hooked, config, buffer)
+        self._source: LearnerStatistics | PassStatistics = (
+            PassStatistics(model, optimizer, config, buffer)
+            if hooked is None
+            else LearnerStatistics(hooked, config, buffer)
+        )
 
     @property
     def records(self) -> list[NoiseRecord]:
@@ -148,7 +149,6 @@ def _hooked(
     handle: Distributed | nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig
 ) -> HookedDistributed | None:
     """The handle whose learners are compared; None for one device. ValueError: this loop cannot be measured."""
-    model_of(handle)
     if isinstance(handle, HookedDistributed) and handle.learner.optimizer is not optimizer:
         raise ValueError("the optimizer is not the one of this handle: pass the one that distribute() was given")
     if not isinstance(handle, HookedDistributed) or handle.learner.comm.num_learners == 1:

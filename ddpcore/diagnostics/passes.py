@@ -4,8 +4,9 @@ Shapes: L learners held by this process, P elements of a learner's row.
 """
 
 import random
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -26,7 +30,7 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
 from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.hooks import own_hooks
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import is_dtensor, local
 from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
@@ -75,25 +79,41 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
     return model
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that need a gradient now. ValueError: there is none."""
+    if not (found := [parameter for parameter in model.parameters() if parameter.requires_grad]):
+        raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+    return found
+
+
 @contextmanager
-def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+def as_it_was(model: nn.Module, device: torch.device, moved: Container[int] = ()) -> Iterator[None]:
     """Restore buffers and global generators on exit, also if a module has replaced a buffer by a new tensor.
 
-    Inside, a forward pass of a model in training does not call its strategy, which could change weights.
+    Inside, parameters are copies, because a forward pass may write into them (``max_norm`` of an embedding, the mean of
+    a teacher); not those whose ids are in ``moved``, and no shards. A forward pass of a model in training does not call
+    its strategy, which could change weights.
     """
     learner = learner_of(model.parameters())
     was_paused = learner is not None and learner.hooks_paused
+    whole = (one for one in model.parameters() if not is_dtensor(one) and not is_lazy(one) and id(one) not in moved)
+    weights = [(parameter, parameter.data) for parameter in whole]
     found = [(module._buffers, *one) for module in model.modules() for one in module._buffers.items()]
     buffers = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in found if buffer is not None]
     before = RandomState(device)
     try:
         if learner is not None:
             learner.hooks_paused = True
+        for parameter, data in weights:
+            parameter.data = data.clone()
         yield
     finally:
         if learner is not None:
             learner.hooks_paused = was_paused
         before.restore()
+        for parameter, data in weights:
+            parameter.data = data
+        torch.clear_autocast_cache()  # it holds the copies, cast
         for owner, name, buffer, value in buffers:
             buffer.data.copy_(value)
             owner[name] = buffer
@@ -103,7 +123,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def at_weights(
     model: nn.Module, learner: Learner, weights_LP: Tensor, random_state: RandomState | None = None
 ) -> Iterator[None]:
-    """In the ``with`` block, the model's parameters point to other weights.
+    """In the ``with`` block, the model's parameters point to a copy of other weights.
 
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
     The passes use ``random_state``; None: the current one.
@@ -112,7 +132,8 @@ def at_weights(
     try:
         if shards is not None:
             shards.reshard()
-        with as_it_was(model, weights_LP.device), torch.enable_grad(), learner.flat.at(weights_LP):
+        kept = as_it_was(model, weights_LP.device, learner.flat.index)
+        with kept, torch.enable_grad(), learner.flat.at(weights_LP.clone()):
             if random_state is not None:
                 random_state.restore()
             yield
@@ -174,23 +195,15 @@ def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Ten
 def hessian_product(
     model: nn.Module, learner: Learner, loss: Loss, mean_LP: Tensor, vectors_LP: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """The Hessian of the mean of all learners' losses at the mean weights times their vector, ``[L, P]``. Collective.
-
-    ValueError if the model is compiled.
-    """
+    """The Hessian of the mean of all learners' losses at the mean weights times a vector, ``[L, P]``. Collective."""
     rows_LP, reached = torch.zeros_like(vectors_LP), set[int]()
     parameters, views = _trained(learner, rows_LP)
     _, vectors = _trained(learner, vectors_LP)
-    try:
-        with at_weights(model, learner, mean_LP), twice_differentiable(model):
-            for part in parts_of(loss):
-                rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
-                reached |= _rows_of(learner, parameters, rows)
-                add_(views, [None if row is None else row[0] for row in rows])
-    except RuntimeError as error:
-        if "donated buffer" not in str(error) and "aot_autograd" not in str(error):
-            raise
-        raise ValueError("hessian=True differentiates twice: full_loss must call the model uncompiled") from error
+    with at_weights(model, learner, mean_LP), twice_differentiable(model):
+        for part in parts_of(loss):
+            rows = part_products(_scaled(part, scale), parameters, [vector[None] for vector in vectors])
+            reached |= _rows_of(learner, parameters, rows)
+            add_(views, [None if row is None else row[0] for row in rows])
     if reached:  # else the loss is linear
         _check_reached(learner, reached)
     return learner.average_of(_unscaled(rows_LP, scale))
@@ -204,13 +217,40 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     torch's own operation has wrong second derivatives, because its first one takes the norm as a constant. A hook of a
     parameter or module, such as one that clips, would act on a gradient and again on its derivative.
 
-    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives.
+    ValueError: inside ``torch.inference_mode()``, where nothing has derivatives; a compiled model; an operation without
+    a second derivative; a spectral norm in training mode, whose vectors follow the weights without autograd.
     """
     if torch.is_inference_mode_enabled():
         raise ValueError("derivatives are asked for inside torch.inference_mode(), which records none: measure outside")
     quotient = _Replaced(torch._weight_norm, lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)))
-    with sdpa_kernel(SDPBackend.MATH), quotient, without_hooks(model):
-        yield
+    vectors = [(name, vector, vector._version) for name, vector in _singular_vectors(model)]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), quotient, without_hooks(model):
+            yield
+    except RuntimeError as error:
+        if "donated buffer" in str(error) or "aot_autograd" in str(error):
+            raise ValueError(
+                "the model is compiled, and torch.compile differentiates once: let the loss call the model uncompiled"
+            ) from error
+        if (found := re.search(r"derivative for '?(?:aten::)?(\w+)'? is not implemented\.?$", str(error))) is None:
+            raise
+        advice = "which second derivatives need: compute this part by other operations of torch"
+        raise ValueError(f"torch has no derivative of {found[1]}, {advice}") from error
+    if changed := [name for name, vector, version in vectors if vector._version != version]:
+        raise ValueError(
+            f"the spectral_norm of {changed[0]} follows the weights in training mode, and its second derivatives leave "
+            "that out: call model.eval() before, or in the loss"
+        )
+
+
+def _singular_vectors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A vector of each spectral norm, which a pass in training mode changes, by the name of the module."""
+    for name, module in model.named_modules():
+        if isinstance(module, _SpectralNorm) and hasattr(module, "_u"):
+            yield name, module._u
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield name, getattr(module, f"{hook.name}_u")
 
 
 @contextmanager

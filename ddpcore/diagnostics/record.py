@@ -34,8 +34,11 @@ from ddpcore.options.extras import extra
 
 MEASURED = 20  # steps that are averaged if only measured steps have sums
 PENDING = 20  # records that stay on the device until they are read; older ones have been computed
-TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate gradients over several backward passes"
-NO_STEP = "no step since the last record had finite gradients of one full batch a learner"
+SYNC = "a handle takes all passes of a step but the last in handle.no_sync()"
+TWO_BATCHES = (
+    f"the estimate needs two batches: take more learners, or accumulate gradients over several passes ({SYNC})"
+)
+NO_STEP = f"no step since the last record had finite gradients of one full batch a learner; to accumulate, {SYNC}"
 NOT_FINITE = "a gradient of this step is not finite"
 UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
 NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"
@@ -184,9 +187,13 @@ class RecordBuffer:
 
     def __init__(self, device: torch.device, series: Series, full_loss_of: str) -> None:
         self.series, self._full_loss_of, self._device = series, full_loss_of, device
+        self.clear()
+
+    def clear(self) -> None:
+        """Discard all records; time counts from now."""
         self._records: list[NoiseRecord] = []
         self._pending: list[Measured] = []
-        self._last = mark_on(device)
+        self._last = mark_on(self._device)
 
     @property
     def records(self) -> list[NoiseRecord]:
@@ -203,11 +210,6 @@ class RecordBuffer:
         self._last = end
         self._pending.append(result)
         self._convert(PENDING)
-
-    def clear(self) -> None:
-        """Discard all records; time counts from now."""
-        self._records, self._pending = [], []
-        self._last = mark_on(self._device)
 
     def _convert(self, pending: int) -> list[NoiseRecord]:
         while len(self._pending) > pending:

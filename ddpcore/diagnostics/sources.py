@@ -12,8 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, nn
 from typing_extensions import override
 
 from ddpcore.diagnostics import dynamics, passes
@@ -22,12 +21,13 @@ from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
-from ddpcore.parameters.hooks import own_hooks
+from ddpcore.parameters.hooks import closure_of, own_hooks, with_closure
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
 
 _ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
 DISJOINT = f"backward passes of this step reached different parameters, so a pass is not a batch: {_ADVICE}"
+LATE = "parameters are trained that were not when the statistics began: close() them and create NoiseStatistics again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +103,13 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
+        device = learner.flat.param_LP.device
         if not self._is_measured(learner.step):
             return
-        if self._config.loss is None or self._random is not None:
+        if self._config.loss is None:
             if self._left_LP is None and not self._handle.strategy.plan(learner.step).averages_gradients:
                 self._begin_copies(learner.flat)
-            return
-        device = learner.flat.param_LP.device
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        elif self._random is None and (device.type != "cuda" or not torch.cuda.is_current_stream_capturing()):
             self._random = RandomState(device)
 
     def _begin_copies(self, flat: FlatParameters) -> None:
@@ -159,27 +158,23 @@ class LearnerStatistics(Source):
         self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
 
     def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
-        sent, strategy, step = self._learner.comm.bytes_sent, self._handle.strategy, self._learner.step
-        plan = strategy.plan(step)
+        plan = self._handle.strategy.plan(self._learner.step)
         averages = plan.averages_gradients
         kept = self._config.every if averages else MEASURED
-        measured = Measured(step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
+        measured = Measured(self._learner.step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
         measured.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
         with self._record_buffer.measuring(measured) as result:
-            try:
-                if not averages:
-                    squares = self._measure_different(result, random)
-                    steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
-                elif self._config.full_loss is not None:
-                    self._measure_identical(result, random)
-                if steps:
-                    own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
-                    rows = own_LTS.flatten(1)
-                    self._learner.comm.average_(rows).wait()
-                    result.own_TS = rows[0].view(own_LTS.shape[1:])
-                    result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
-            finally:
-                self._learner.comm.bytes_sent = sent
+            if not averages:
+                squares = self._measure_different(result, random)
+                steps, result.num_skipped = ([squares], num_skipped) if is_full else ([], num_skipped + 1)
+            elif self._config.full_loss is not None:
+                self._measure_identical(result, random)
+            if steps:
+                own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
+                rows = own_LTS.flatten(1)
+                self._learner.comm.average_(rows).wait()
+                result.own_TS = rows[0].view(own_LTS.shape[1:])
+                result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""
@@ -219,10 +214,7 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            if flat.shards is None:
-                norms_L1 = torch.linalg.vector_norm(grad_LP, dim=1, keepdim=True)
-            else:
-                norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
+            norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
             factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
             average_LP = self._learner.average_of(grad_LP * factors_L1)
         full_P = self._full_gradient(mean_LP, config.full_loss, result)
@@ -323,18 +315,14 @@ class PassStatistics(Source):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        optimizer: torch.optim.Optimizer,
-        config: MeasurementConfig,
-        record_buffer: RecordBuffer,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: MeasurementConfig, record_buffer: RecordBuffer
     ) -> None:
         super().__init__(config, record_buffer)
-        self._parameters = parameters
+        self._model, self._parameters = model, (parameters := passes.trained(model))
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
         self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self._before_optimizer())
+        self._hook = optimizer.register_step_pre_hook(self._before_call)
         self._begin_step()
 
     def close(self) -> None:
@@ -364,10 +352,25 @@ class PassStatistics(Source):
         self._before: Tensor | None = None
         self._squares: Tensor | None = None
 
+    def _before_call(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if (closure := closure_of(args, kwargs)) is not None:
+            return with_closure(args, kwargs, partial(self._evaluate, closure, self._step))
+        self._before_optimizer()
+        return None
+
+    def _evaluate(self, closure: Callable[[], Any], step: int) -> Any:
+        """The result of a closure, whose first call in a step has the passes of this step."""
+        result = closure()
+        if self._step == step:
+            self._before_optimizer()
+        return result
+
     @torch.no_grad()
     def _before_optimizer(self) -> None:
         if self._is_measured(self._step):
-            measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=DISJOINT if self._disjoint else "")
+            is_late = {one for one in self._model.parameters() if one.requires_grad}.difference(self._parameters)
+            reason = DISJOINT if self._disjoint else LATE if is_late else ""
+            measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=reason)
             with self._record_buffer.measuring(measured) as result:
                 if self._num_passes > 1:
                     assert self._before is not None and self._squares is not None
@@ -411,7 +414,8 @@ class PassStatistics(Source):
         self._added.clear()
         self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
         self._reached, self._reached_before = set(), self._reached
-        row = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in self._parameters])
+        grads = [(p, p.grad if p.requires_grad else None) for p in self._parameters]
+        row = torch.cat([p.new_zeros(p.numel()) if grad is None else grad.reshape(-1) for p, grad in grads])
         squares = noise_sums([row], self._bounds, self._before)[:, 0, 0]
         self._squares = squares if self._squares is None else self._squares + squares
         self._before = row

@@ -143,8 +143,9 @@ def _lanczos(
     with extra("train"):
         from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh  # noqa: PLC0415
     try:
+        # A tolerance ten times as strict, because the eigenvalue at an end may come after one that lies near it.
         shifted = LinearOperator((operator.numel, operator.numel), matvec=matvec, dtype=np.float64)
-        values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance * 2 / 3)
+        values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance / 10)
     except ArpackNoConvergence:
         raise NotConverged(max_products) from None
     order = np.argsort(values)[::-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpcore.comm.groups import Call, meet, size_of
-from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of
+from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of, trained
 from ddpcore.distributed.averaging import AveragedShards
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import is_dtensor
@@ -29,11 +29,9 @@ class WeightVector:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = trained(model)
         if any(map(is_dtensor, self.parameters)) or isinstance(model, AveragedShards):
             raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
-        if not self.parameters:
-            raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
@@ -45,6 +43,11 @@ class WeightVector:
     def numel(self) -> int:
         """P."""
         return len(self.values_P)
+
+    def check(self) -> None:
+        """ValueError: other parameters need a gradient now."""
+        if list(map(id, trained(self.model))) != list(map(id, self.parameters)):
+            raise ValueError("other parameters are trained now than when this Hessian was made: make a new Hessian")
 
     def views(self, rows: Tensor) -> list[Tensor]:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""

@@ -23,7 +23,8 @@ Resharding = tuple[tuple[int, tuple[int, ...]], ...]
 class Observer:
     """Diagnostics that follow a loop: methods are called on every rank in this order, read a learner, change nothing.
 
-    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients.
+    ``bucket_ready`` and ``gradients_averaged`` are called only in steps that average gradients. If a step calls its
+    closure repeatedly, all are called in the first call alone.
     """
 
     def before_forward(self, learner: Learner) -> None:

@@ -37,7 +37,7 @@ from ddpcore.distributed.watch import LoopWatch
 from ddpcore.optim import FusedOptimizer
 from ddpcore.optim.weight_step import WeightStep
 from ddpcore.parameters.buckets import GradientBuckets, Pieces
-from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks
+from ddpcore.parameters.hooks import closure_of, exclude_from_compilation, is_traced, own_hooks, with_closure
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of, versioned, versions_of
@@ -76,6 +76,7 @@ class HookedDistributed(Distributed):
         optimizer, flat = learner.optimizer, learner.flat
         self._weight_step = optimizer.bind(flat) if isinstance(optimizer, FusedOptimizer) else WeightStep(flat)
         self.observers: list[Observer] = []
+        self._watching: Sequence[Observer] = self.observers  # none in a step whose closure runs again
         self._new_order: list[int] | None = None
         self._laid_out = strategy.traits.fixed_layout  # whether the layout is final: also after a checkpoint was loaded
         self._samples = SampleWatch(flat, strategy.name, counts=isinstance(strategy.traits.weights, str))
@@ -231,7 +232,7 @@ class HookedDistributed(Distributed):
         if self._buckets is not None and not self._buckets.paused:
             self._buckets.restart()
         self._samples.forget_reset()
-        for observer in self.observers:
+        for observer in self._watching:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
         with self._span("before_forward"):
@@ -257,7 +258,7 @@ class HookedDistributed(Distributed):
             return
         if plan.averages_gradients:
             self._watch.note_message(columns)
-            for observer in self.observers:
+            for observer in self._watching:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
             self.strategy.bucket_ready(self.learner, columns)
@@ -279,7 +280,7 @@ class HookedDistributed(Distributed):
             self._new_order = list(map(int, agreed[0].tolist())) if agreed[0, 0] >= 0 else None
         self._give_averages()
         if any(parameter.grad is not None for parameter in flat.parameters):  # else no learner had a pass
-            for observer in self.observers:
+            for observer in self._watching:
                 observer.gradients_averaged(self.learner)
         self._watch.note_average()
         self._samples.note_average(of_all=self.strategy.plan(self.learner.step).covers_all_learners)
@@ -307,7 +308,7 @@ class HookedDistributed(Distributed):
         self.learner.check_own("step after the evaluation")
         if self.learner.hooks_paused or not self._watch.begin_call(frame):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        closure = closure_of(args, kwargs)
         self._is_training = closure is not None or self._watch.num_passes > 0 or not creates_states_only(optimizer)
         if not self._is_training:
             return None
@@ -316,17 +317,25 @@ class HookedDistributed(Distributed):
         except BaseException:
             self._watch.end_call(frame)
             raise
-        if closure is None:
-            return None
-        whole = partial(self._evaluate, closure)
-        return ((*args[:1], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+        return None if closure is None else with_closure(args, kwargs, partial(self._evaluate, closure))
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """The result of a closure, after whose passes gradients are an average."""
+        """The result of a closure, after whose passes gradients are an average. Observers see the first in a step."""
         result = closure()
         self._check_complete()
         self._watch.check_rows()
+        self._observe()
+        self._watching = ()
         return result
+
+    @outside_modes
+    def _observe(self) -> None:
+        sent = self.learner.comm.bytes_sent  # without what observers send
+        try:
+            for observer in self._watching:
+                observer.before_step(self.learner)
+        finally:
+            self.learner.comm.bytes_sent = sent
 
     def _after_call(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._watch.end_call(sys._getframe(1)) and self._is_training:
@@ -377,8 +386,9 @@ class HookedDistributed(Distributed):
         if self._new_order is not None:
             self._lay_out(self._new_order)  # safe here: no transfer is in progress, and no graph uses the old layout
             self._new_order, self._laid_out = None, True
-        for observer in self.observers:
-            observer.before_step(learner)
+        self._watching = self.observers
+        if closure is None:
+            self._observe()
         last = next(reversed(learner.optimizer._optimizer_step_pre_hooks))
         # Code of the program that runs before the weights are stepped must find them averaged.
         at_once = last != self._last_hook or type(learner.optimizer).step is not FusedOptimizer.step
@@ -388,6 +398,7 @@ class HookedDistributed(Distributed):
     @outside_modes
     def _after_step(self) -> None:
         self._watch.after_optimizer()
+        self._watching = self.observers
         self.learner.step += 1
         self.learner.num_samples, self.num_samples = self.num_samples, None  # the next batch may have another size
         self.phases.num_steps += 1

@@ -1,4 +1,4 @@
-"""Hooks of parameters: a program's, which may act on a gradient, and our own; and methods without compilation."""
+"""Hooks of parameters: a program's, which may act on a gradient, and our own; of steps; methods without compilation."""
 
 import functools
 import sys
@@ -27,6 +27,16 @@ def own_hooks() -> Iterator[None]:
         yield
     finally:
         _own_handles += RemovableHandle.next_id - before
+
+
+def closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    """The closure among the arguments that a hook of ``step()`` gets, of which the first is the optimizer."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(args: Any, kwargs: Any, closure: Callable[[], Any]) -> tuple[Any, Any]:
+    """These arguments with another closure."""
+    return ((*args[:1], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})
 
 
 class HookWatch:

@@ -145,6 +145,11 @@ def test_one_virtual_learner_accumulates():
     with handle.no_sync():
         handle.model(torch.randn(1, 8, 3)).square().mean().backward()
     optimizer.step()  # one learner needs no average
+    optimizer.zero_grad()
+    for _ in range(2):
+        handle.model(torch.randn(1, 8, 3)).square().mean().backward()
+    optimizer.step()
+    assert not statistics.records[-1].valid and "in handle.no_sync()" in statistics.records[-1].reason
 
 
 def test_closing_takes_the_hooks_away():
@@ -161,6 +166,31 @@ def test_a_frozen_model_has_nothing_to_measure():
     model = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to measure"):
         NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_that_are_trained_at_the_step():
+    """A frozen one has no noise, also where its old gradient is left; one that came later makes no record valid."""
+    torch.manual_seed(0)
+    model, statistics, optimizer = watched()
+    model[2].weight.requires_grad_(False)
+    late, traces = NoiseStatistics(model, optimizer, 1, batch_size=6), []
+    for layer, is_trained in ((0, True), (0, False), (2, True)):
+        model[layer].weight.requires_grad_(is_trained)
+        rows, trained = [], [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for x in torch.randn(3, 6, 4):
+            gradients = torch.autograd.grad(model(x).square().mean(), trained)
+            rows.append(torch.cat([g.double().flatten() for g in gradients]))
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if is_trained:  # else the old gradients stay
+            model[0].weight.grad = torch.ones(5, 4)
+        stacked = torch.stack(rows)
+        traces.append(9 * (stacked.square().sum(1).mean() - stacked.mean(0).square().sum()).item())
+        record = statistics.records[-1]
+        assert record.valid and record.whole.trace == pytest.approx(sum(traces[-record.num_steps :]) / record.num_steps)
+    assert [record.valid for record in late.records] == [True, True, False]
+    assert late.records[2].reason.startswith("parameters are trained that were not when the statistics began")
 
 
 def passes(model: nn.Module, statistics: NoiseStatistics, optimizer: torch.optim.Optimizer, batches, scale=1.0):
@@ -189,6 +219,39 @@ def test_passes_of_an_attempt_that_was_dropped_do_not_count(set_to_none):
     plain = passes(*watched(), batches)
     assert again.num_learners == plain.num_learners == 3
     assert again.whole == plain.whole
+
+
+def test_passes_of_a_closure_are_those_of_its_step():
+    """Of a closure that LBFGS calls several times, the first call: its gradients are those before the step."""
+    torch.manual_seed(0)
+    batches, records = torch.randn(4, 2, 6, 4), []
+    for kind in ("plain", "closure", "by name", "several calls"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        several = kind == "several calls"
+        made = (torch.optim.LBFGS if several else torch.optim.SGD)(model.parameters(), lr=0.0)
+        statistics, num = NoiseStatistics(model, made, 1, batch_size=6), 0
+        for pair in batches:
+
+            def closure(model: nn.Module = model, made: torch.optim.Optimizer = made, pair: torch.Tensor = pair):
+                nonlocal num
+                num += 1
+                made.zero_grad()
+                losses = [model(x).square().mean() for x in pair]
+                for loss in losses:
+                    loss.backward()
+                return sum(losses)
+
+            if kind == "plain":
+                closure()
+                made.step()
+            elif kind == "by name":
+                made.step(closure=closure)
+            else:
+                made.step(closure)
+        assert num == len(batches) or (several and num > len(batches))
+        records.append([(r.step, r.valid, r.reason, r.num_learners, r.whole) for r in statistics.records])
+    assert records[0][0][1] and all(other == records[0] for other in records)
 
 
 def test_losses_divided_by_their_number():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ddpcore
-from ddpcore.diagnostics import DataLoss, NoiseStatistics, flatness, landscape, random_plane
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, NoiseStatistics, flatness, landscape, random_plane
 from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.models import MODELS
 from ddpcore.optim import FusedSGD
@@ -52,6 +52,61 @@ def test_buffers_and_random_numbers_are_put_back():
     assert draws() == expected
     for name, buffer in model.named_buffers():
         assert buffer is buffers[name] and not buffer.any(), name
+
+
+class Teacher(nn.Module):
+    """Its forward pass writes into a frozen copy, by ``.data`` and in place, and into an embedding by ``max_norm``."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.table, self.own = nn.Embedding(12, 6, max_norm=max_norm), nn.Linear(6, 4)
+        self.mean = nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        x = self.table(index).tanh()
+        with torch.no_grad():
+            self.mean.weight.data = 0.9 * self.mean.weight.data + 0.1 * self.own.weight
+            self.mean.bias.mul_(0.9).add_(0.1 * self.own.bias)
+        return (self.own(x) - self.mean(x).roll(1, 0)).square().mean()
+
+
+def taught(strategy: Any, kind: Any) -> list[Tensor]:
+    """The parameters after steps of a learner, or of one device, beside statistics of some kind."""
+    torch.manual_seed(0)
+    model = Teacher(None if strategy else 1.0)  # with learners a trained weight that changes is an error
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = FusedSGD(trained, lr=0.1, momentum=0.9, weight_decay=0.01)
+    handle = model if strategy is None else ddpcore.distribute(model, optimizer, strategy(), learners=3)
+    index = torch.randint(12, (3, 60))
+
+    def loss(first: int, last: int) -> Tensor:
+        models = [model] if strategy is None else handle.models
+        return sum(one(own) for one, own in zip(models, index[:, first:last], strict=False))
+
+    if kind is HessianStatistics:
+        HessianStatistics(handle, lambda: loss(0, 60), optimizer=None if strategy else optimizer, every=3, top=1)
+    elif kind is NoiseStatistics:
+        NoiseStatistics(handle, optimizer, 3, loss=lambda: loss(step, step + 4), full_loss=lambda: loss(0, 60))
+    for step in range(9):
+        optimizer.zero_grad()
+        loss(step, step + 4).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", [None, ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring(1))])
+def test_parameters_that_a_forward_pass_changes_are_put_back(strategy):
+    plain = taught(strategy, None)
+    for kind in (HessianStatistics, NoiseStatistics)[: 1 if strategy is None else 2]:
+        assert all(map(torch.equal, taught(strategy, kind), plain)), kind
+    model, index = Teacher(1.0), torch.randint(12, (60,))
+    before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
+    hessian = Hessian(model, lambda: model(index))
+    for call in (hessian.trace, lambda: flatness(model, lambda: model(index))):
+        call()
+        for parameter, (address, value) in zip(model.parameters(), before, strict=True):
+            assert parameter.data_ptr() == address and torch.equal(parameter, value)
+    assert torch.equal(hessian.weights.values_P, nn.utils.parameters_to_vector(hessian.weights.parameters))
 
 
 def measured(strategy: Any, model: nn.Module, steps: int = 1, lr: float = 1e-9, **options: Any) -> Any:
@@ -201,7 +256,7 @@ def test_a_compiled_model_has_no_second_derivatives():
     loss = lambda: handle.model(x).tanh().square().mean((1, 2)).sum()  # noqa: E731
     NoiseStatistics(handle, optimizer, 1, loss=loss, full_loss=loss, hessian=True)
     loss().backward()
-    with pytest.raises(ValueError, match="must call the model uncompiled"):
+    with pytest.raises(ValueError, match="let the loss call the model uncompiled"):
         optimizer.step()
 
 

@@ -276,6 +276,59 @@ def test_a_model_without_learners() -> None:
     assert statistics.num_steps == 3
 
 
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])
+def test_a_layer_of_learners_is_frozen_on_the_way(strategy: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    inputs, labels = torch.randn(3, 20, 4), torch.randint(3, (3, 20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    handle = ddpcore.distribute(model, optimizer, strategy(), learners=3)
+
+    def loss(models: Any = handle.models) -> torch.Tensor:
+        return sum(F.cross_entropy(one(x), y) for one, x, y in zip(models, inputs, labels, strict=True))
+
+    statistics = HessianStatistics(handle, loss, every=1, top=2, tolerance=1e-7)
+    most = HessianStatistics(handle, loss, every=2, top=40)  # more than there are after step 1
+    for step in range(2):
+        for one in handle.models:
+            one[2].requires_grad_(step == 0)
+        optimizer.zero_grad()
+        loss().backward()
+        mean = handle.evaluation_model()
+        mean[2].requires_grad_(step == 0)
+        optimizer.step()
+        exact = Hessian(mean, lambda mean=mean: loss([mean] * 3) / 3)
+        expected, record = exact.eigenvalues(2, 1, tolerance=1e-7), statistics.records[-1]
+        assert [*record.largest, record.smallest] == pytest.approx(expected.values, rel=1e-4, abs=1e-6)
+        assert record.isotropic == 1 / exact.numel
+    assert exact.numel == 30
+    (record,) = most.records
+    assert record.problem is None
+    assert [*record.largest, record.smallest] == pytest.approx(exact.eigenvalues(29, 1).values, rel=1e-3, abs=1e-6)
+
+
+def test_one_model_is_frozen_and_unfrozen_on_the_way() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    inputs, labels = torch.randn(20, 4), torch.randint(3, (20,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss = lambda: F.cross_entropy(model(inputs), labels)  # noqa: E731
+    model[2].requires_grad_(False)
+    statistics, made = HessianStatistics(model, loss, optimizer=optimizer, every=1, top=2), Hessian(model, loss)
+    for layer, is_trained in ((2, True), (0, False)):
+        model[layer].requires_grad_(is_trained)
+        with pytest.raises(ValueError, match="other parameters are trained now than when this Hessian was made"):
+            made.trace(6)
+        made = Hessian(model, loss)
+        expected = made.eigenvalues(2, 1)
+        optimizer.step()
+        assert [*statistics.records[-1].largest, statistics.records[-1].smallest] == expected.values.tolist()
+        assert statistics.records[-1].isotropic == 1 / made.numel
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that needs a gradient"):
+        optimizer.step()
+
+
 def test_push_sum_and_plain_models_are_refused() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="pass optimizer="):
@@ -334,3 +387,11 @@ def test_a_multiple_of_the_identity(value: float, num: int) -> None:
     operator = spectra.Operator(product=lambda rows: rows * value, like=torch.ones(num, dtype=torch.float64))
     found = spectra.extreme_eigenvalues(operator, 2, 2, seed=0, tolerance=1e-6, max_products=1000)
     assert found.values == pytest.approx([value] * 4)
+
+
+def test_an_eigenvalue_beside_the_smallest_is_not_taken_for_it() -> None:
+    values = torch.cat([torch.tensor([-0.1572, -0.1503, -0.138, -0.12]), torch.linspace(-0.1, 0.3, 70), torch.ones(1)])
+    operator = spectra.Operator(product=lambda rows: rows * values, like=torch.zeros(75))
+    for seed in range(20):
+        found = spectra.extreme_eigenvalues(operator, 1, 1, seed=seed, tolerance=1e-3, max_products=1000)
+        assert found.values[1] == pytest.approx(-0.1572, abs=1e-3), seed

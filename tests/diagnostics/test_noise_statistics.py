@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ddpcore
-from ddpcore.diagnostics import NoiseStatistics
+from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
 from ddpcore.optim import FusedSGD
 from helpers import noise_training as training
 from helpers import ranks
@@ -221,6 +222,48 @@ def test_two_averaged_passes_in_a_step_are_left_out():
         optimizer.step()
     assert [record.valid for record in statistics.records] == [False, True]
     assert statistics.records[0].num_skipped == 1
+    assert "but the last in handle.no_sync()" in statistics.records[0].reason
+
+
+@pytest.mark.parametrize("strategy", [ddpcore.SSGD, lambda: ddpcore.LocalSGD(2), lambda: ddpcore.SlowMo(period=3)])
+def test_gradients_of_a_closure_are_those_of_its_step(strategy):
+    """The gradients do not exist before the step. An optimizer may call the closure again, which changes nothing."""
+    records, noise, now = [], [], [torch.zeros(0)]
+    for num_calls in (0, 1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+        kind = type("Repeated", (torch.optim.SGD,), {"step": repeated}) if num_calls == 2 else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, strategy(), learners=3)
+        inputs = torch.randn(5, 3, 4, 6)
+
+        def loss(x: Tensor, handle: Any = handle) -> Tensor:
+            return handle.model(x).square().mean((1, 2)).sum()
+
+        def closure(loss: Any = loss, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            (result := loss(now[0])).backward()
+            return result
+
+        full = functools.partial(loss, inputs.flatten(0, 1).view(3, 20, 6))
+        statistics = NoiseStatistics(handle, optimizer, 2, batch_size=4, loss=lambda: loss(now[0]), full_loss=full)
+        hessian = HessianStatistics(handle, full, every=2, top=1)
+        for now[0] in inputs:
+            if num_calls == 0:
+                closure()
+            optimizer.step(*[closure][:num_calls])
+        noise.append([(record.largest, record.noise) for record in hessian.records])
+        records.append([dataclasses.replace(record, seconds=0.0, share=0.0) for record in statistics.records])
+    assert len(records[0]) == 2 and all(record.valid for record in records[0])
+    assert records[1] == records[0] and records[2] == records[0]
+    assert noise[1] == noise[0] and noise[2] == noise[0]
+
+
+def repeated(self: torch.optim.Optimizer, closure: Any) -> Any:
+    """A step of SGD that calls the closure twice."""
+    with torch.enable_grad():
+        closure()
+    return torch.optim.SGD.step(self, closure)
 
 
 def test_closing_ends_it():

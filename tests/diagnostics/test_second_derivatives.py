@@ -1,0 +1,94 @@
+"""What has no second derivative, or a wrong one, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ddpcore
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, flatness
+
+
+@pytest.mark.parametrize("make", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm(make: Callable[..., nn.Module]) -> None:
+    """In training mode its vectors follow the weights, which autograd does not see; in eval mode they are constants."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make(nn.Linear(6, 8)), nn.Tanh(), make(nn.Linear(8, 2))).double()
+    inputs = torch.randn(20, 6, dtype=torch.float64)
+    for _ in range(200):
+        model(inputs)
+    loss = lambda: model(inputs).sin().mean()  # noqa: E731
+    for call in (Hessian(model, loss).trace, lambda: flatness(model, loss)):
+        with pytest.raises(ValueError, match=r"spectral_norm of 0\S* follows the weights .* call model.eval\(\)"):
+            call()
+
+    def evaluated() -> Tensor:
+        """The loss may change the mode."""
+        model.eval()
+        result = model(inputs).sin().mean()
+        model.train()
+        return result
+
+    hessian = Hessian(model, evaluated)
+    weights, step = hessian.weights.values_P, 1e-5
+    gradients = []
+    for sign in (1, -1):
+        for row in torch.eye(hessian.numel, dtype=torch.float64)[:4]:
+            with hessian.weights.at(weights + sign * step * row):
+                parts = torch.autograd.grad(evaluated(), hessian.weights.parameters)
+                gradients.append(nn.utils.parameters_to_vector(parts))
+    differences = (torch.stack(gradients[:4]) - torch.stack(gradients[4:])) / (2 * step)
+    found = hessian.product(torch.eye(hessian.numel, dtype=torch.float64)[:4])
+    torch.testing.assert_close(found, differences, rtol=1e-6, atol=1e-8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=3)
+    of_all = lambda: handle.model(inputs.expand(3, 20, 6)).sin().mean((1, 2)).sum()  # noqa: E731
+    HessianStatistics(handle, of_all, every=1, top=1)
+    of_all().backward()
+    with pytest.raises(ValueError, match="spectral_norm of"):
+        optimizer.step()
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "_ctc_loss_backward": lambda y: F.ctc_loss(
+        y.view(5, 4, 4).log_softmax(2), torch.ones(4, 2).long(), torch.full((4,), 5), torch.full((4,), 2)
+    ),
+    "_cdist_backward": lambda y: torch.cdist(y, torch.ones(3, 4).double()).mean(),
+    "_pdist_backward": lambda y: F.pdist(y).mean(),
+    "hardsigmoid_backward": lambda y: F.hardsigmoid(y).square().mean(),
+    "multi_margin_loss_backward": lambda y: F.multi_margin_loss(y, torch.arange(20) % 4),
+    "_embedding_bag_backward": lambda y: F.embedding_bag(torch.zeros(2, 2).long(), y).square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_operations_without_second_derivatives_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    inputs = torch.randn(20, 6, dtype=torch.float64)
+    for name, loss_fn in LOSSES.items():
+        loss = lambda loss_fn=loss_fn: loss_fn(model(inputs))  # noqa: E731
+        for call in (Hessian(model, loss).trace, lambda loss=loss: flatness(model, loss)):
+            with pytest.raises(
+                ValueError, match=f"torch has no derivative of {name}, which second derivatives need: compute"
+            ):
+                call()
+
+
+def test_compiled_models_are_one_line() -> None:
+    """In the Hessian and the Gauss-Newton matrix of one model, its flatness, and statistics of one or more learners."""
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(6, 3), torch.randn(20, 6)
+    compiled = torch.compile(model, backend="aot_eager")
+    data = DataLoss(compiled, F.cross_entropy, [(inputs, torch.arange(20) % 3)])
+    loss = lambda: compiled(inputs).tanh().square().mean()  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    HessianStatistics(model, loss, optimizer=optimizer, every=1, top=1)
+    calls = [Hessian(model, loss).trace, Hessian(compiled, data, gauss_newton=True).trace, optimizer.step]
+    for call in (*calls, lambda: flatness(compiled, loss)):
+        with pytest.raises(ValueError, match=r"compiled, and torch.compile differentiates once: let the loss call"):
+            call()
