@@ -29,9 +29,9 @@ class WeightVector:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = trained(model)
-        if any(map(is_dtensor, self.parameters)) or isinstance(model, AveragedShards):
+        if isinstance(model, AveragedShards) or any(map(is_dtensor, trained(model))):
             raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
+        self.parameters = trained(model)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
         if any(parameter.is_complex() for parameter in self.parameters):
