@@ -237,7 +237,9 @@ class HookedDistributed(Distributed):
         self.phases.begin_forward()
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
-        self._watch.count_pass(by_weights=not self.strategy.plan(self.learner.step).covers_all_learners)
+        rule = type(self.strategy)  # a step of plain SSGD does nothing else, so that one by hand is right
+        is_whole = rule.before_step is Strategy.before_step and self.strategy.traits.stays_identical
+        self._watch.count_pass(by_weights=not (is_whole and self.strategy.plan(self.learner.step).covers_all_learners))
 
     def _averages_in_place(self) -> bool:
         """Whether gradients of virtual learners are averaged where they lie: nothing but the average reads them."""

@@ -99,7 +99,7 @@ def load_run_state(
             None. ValueError: they are of another strategy or model, or the learners of the strategy have no mean.
         moments: of the optimizer, ``average`` or ``reset``, if the number of learners is another one.
         weights: ``average``, or ``nearest``: learner j of m then starts from learner ``j n // m`` of the n that were
-            saved, with its buffers and moments.
+            saved, with its buffers and moments; with groups of learners, each group from one group.
     """
     handle = _hooked(handle)
     handle.learner.check_own("load the state after the evaluation")
@@ -129,7 +129,9 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
     if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None:
         raise ValueError(f"learners of {strategy.name} have no plain average here: resume with as many learners")
     models = [model for state in states for model in (state["model"], *state["handle"]["learners"])]
-    nearest = [learner * len(models) // handle.comm.num_learners for learner in handle.comm.learners]
+    size = strategy.traits.group  # whose learners are alike, so they start from one group
+    new, old = handle.comm.num_learners // size, len(models) // size
+    nearest = [one // size * old // new * size + one % size for one in handle.comm.learners]
     sources = nearest if weights == "nearest" else None
     for name, mask in models[0].items() if sources is None else ():
         is_mask = name.endswith("_mask") and f"{name[:-5]}_orig" in models[0]  # of torch.nn.utils.prune
@@ -142,8 +144,12 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
     optimizer = handle.learner.optimizer
     optimizer.load_state_dict(_moved_moments(handle, [state["optimizer"] for state in states], moments, sources))
     own = handle.state_dict()
-    if saved["strategy"].get("anchor") is not None and strategy.topology is None:  # one for all learners
-        own["strategy"] = {**own["strategy"], "anchor": saved["strategy"]["anchor"]}
+    for path in strategy.traits.shared_state:
+        mine, theirs, names = own["strategy"], saved["strategy"], path.split(".")
+        for name in names[:-1]:
+            mine, theirs = mine[name] or {}, theirs[name] or {}
+        if theirs.get(names[-1]) is not None:
+            mine[names[-1]] = theirs[names[-1]]
     handle.load_state_dict({**own, "step": saved["step"], "layout": saved["layout"], "policies": saved["policies"]})
 
 

@@ -181,8 +181,8 @@ class LoopWatch:
         self._num_changes += before is not None and not torch.equal(before, self._sample)
         if self._num_changes > 1:
             raise RuntimeError(
-                "weights were changed between several forward passes without optimizer.step(), so learners would not "
-                "average: change them by the optimizer that distribute() got, or run such passes under no_grad"
+                "weights were changed between several forward passes without optimizer.step(), where the strategy "
+                "acts: change them by the optimizer that distribute() got, or run such passes under no_grad"
             )
 
     def _weight_bits(self) -> Tensor:

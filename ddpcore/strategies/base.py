@@ -54,6 +54,8 @@ class Traits:
     #: ``[L, X]``. A part is a number in the path of such a row, like 1 in ``{"errors": {1: row}}``. So a sharded
     #: learner can be saved for another number of shards. Rows of all columns need no number.
     columns: tuple[tuple[int, int], ...] = ()
+    #: paths in its state of what is one for all learners, so that another number of learners goes on with it
+    shared_state: tuple[str, ...] = ()
     no_mean: str = ""  #: why the mean of the learners' weights is not what they train, as a clause; empty if it is
     no_deaths: str = ""  #: why no learner may die or join, as a clause with what to do; empty if learners may
     no_shards: str = ""  #: why a learner may not be sharded over ranks, as a clause with what to do; empty if it may
@@ -226,7 +228,8 @@ def check_mixable(name: str, dtype: torch.dtype, inexact: str = "", remedy: str 
     """
     if dtype not in KERNEL_DTYPES:
         what = f"{name} mixes float32, bfloat16 and float16 and parameters are {str(dtype)[6:]}"
-        raise ValueError(f"{what}: call model.float(), or take ssgd or local_sgd")
+        advice = "keep their real and imaginary parts apart" if dtype.is_complex else "call model.float()"
+        raise ValueError(f"{what}: {advice}" + ("" if dtype.is_complex else ", or take ssgd or local_sgd"))
     if inexact and is_narrow(dtype):
         raise ValueError(f"{name}: {inexact} too inexact in 16 bits: keep parameters in float32, {remedy}")
 

@@ -187,6 +187,7 @@ class DPSGD(GradientAverages):
             overlaps=self.order == ORDERS[0],
             quarantines=self.staleness == 0 and codec is None and self.consensus is None and self.group == 1,
             schedules=(self._share,) if isinstance(self._share, Setting) else (),
+            shared_state=("reference_lr",),
             no_deaths=no_deaths,
         )
 

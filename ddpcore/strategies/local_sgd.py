@@ -129,7 +129,8 @@ class LocalSGD(GradientAverages):
         _check_rounds(topology, then, outer, restart, compression)
         self._num_fragments = check_fragments(fragments, 1 if changes else self._rounds.value)
         for option, used in (
-            ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes)
+            ("fragments", self._num_fragments > 1), ("topology", topology), ("overlap", overlap), ("period", changes),
+            ("then", then), ("restart", restart),
         ):  # fmt: skip
             if warmup_steps and used:
                 raise ValueError(f"local_sgd: {option} needs a period that does not grow: leave warmup_steps out")
@@ -180,6 +181,7 @@ class LocalSGD(GradientAverages):
             weights=self.weights,
             schedules=(self.then, self._rounds, self._alpha),
             columns=tuple((begin, end) for _, begin, end in self._parts),
+            shared_state=("anchor",) if self.topology is None else (),
             no_deaths=no_deaths,
         )
 

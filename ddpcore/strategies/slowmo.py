@@ -1,6 +1,7 @@
 """Slow momentum around another strategy."""
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,8 @@ class SlowMo(Strategy):
     @property
     @override
     def traits(self) -> Traits:
-        return self._inner.traits
+        traits = self._inner.traits
+        return replace(traits, shared_state=("anchor", *(f"base.{path}" for path in traits.shared_state)))
 
     @override
     def plan(self, step: int) -> Plan:

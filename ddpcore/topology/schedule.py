@@ -85,8 +85,10 @@ class Rounds(Setting):
         self._begins = [start]  # of the rounds of a schedule, as far as they were asked for
 
     def number(self, step: int) -> int:
-        """The round of a step. With a fixed period, rounds count from step 0."""
-        return bisect_right(self._known(step), step) - 1 if self.changes else step // self.value
+        """The round of a step. They count from the first one."""
+        if self.changes:
+            return max(0, bisect_right(self._known(step), step) - 1)
+        return max(0, step - self._begins[0]) // self.value
 
     def ends(self, step: int) -> bool:
         """Whether a round ends when so many steps are taken."""

@@ -226,14 +226,16 @@ def test_which_steps_average_what() -> None:
 
 
 def test_a_step_by_hand_is_refused() -> None:
-    """Gradients of SSGD are those of all learners, so it would be right there; here groups would never meet."""
-    run = Run(LocalSGD(3, group=K), *data(4))
-    with pytest.raises(RuntimeError, match="weights were changed between several forward passes"):
-        for _ in range(5):
-            run.backward()
-            with torch.no_grad():
-                for parameter in (p for one in run.handle.models for p in one.parameters()):
-                    parameter -= 0.1 * parameter.grad
+    """It is right with SSGD, and here groups would never meet, local steps never begin, and noise be none or one."""
+    noises = [ddpcore.NoisySSGD(0.1, where=where) for where in ("shared", "per_learner")]
+    for strategy in (LocalSGD(3, group=K), LocalSGD(3, switch_step=2), *noises):
+        run = Run(strategy, *data(4))
+        with pytest.raises(RuntimeError, match="weights were changed between several forward passes"):
+            for _ in range(5):
+                run.backward()
+                with torch.no_grad():
+                    for parameter in (p for one in run.handle.models for p in one.parameters()):
+                        parameter -= 0.1 * parameter.grad
 
 
 def test_gradients_set_without_a_backward_pass_are_refused() -> None:

@@ -160,17 +160,22 @@ def test_cases_of_two_mixes(name: str) -> None:
 
 @pytest.mark.parametrize("topology", [None, PAIRS], ids=str)
 def test_restart_of_the_outer_momentum(topology: ddpcore.Topology | None) -> None:
-    run = Run(LocalSGD(PERIOD, topology=topology, outer=heavy_ball, restart=2))
-    phi, momentum = run.w, torch.zeros_like(run.w)
-    for step in range(1, 6 * PERIOD + 1):
-        run.local_step()
-        run.step()
-        if step % PERIOD == 0:
-            average = run.w.mean(0) if topology is None else mixed(run.w, topology, step // PERIOD - 1)
-            momentum = 0.5 * momentum + phi - average
-            phi = run.w = phi - 0.7 * momentum
-            momentum = momentum * (step // PERIOD % 2)  # forgotten after rounds 2, 4, 6
-        torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
+    """Rounds count from the first one, also after steps that average gradients."""
+    for switch in (0, PERIOD, PERIOD + 1):
+        run = Run(LocalSGD(PERIOD, topology=topology, outer=heavy_ball, restart=2, switch_step=switch))
+        for _ in range(switch):
+            run.step()
+        phi = run.w = run.weights()
+        momentum = torch.zeros_like(run.w)
+        for step in range(1, 6 * PERIOD + 1):
+            run.local_step()
+            run.step()
+            if step % PERIOD == 0:
+                average = run.w.mean(0) if topology is None else mixed(run.w, topology, step // PERIOD - 1)
+                momentum = 0.5 * momentum + phi - average
+                phi = run.w = phi - 0.7 * momentum
+                momentum = momentum * (step // PERIOD % 2)  # forgotten after rounds 2, 4, 6
+            torch.testing.assert_close(run.weights(), run.w, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
@@ -215,6 +220,7 @@ def test_other_optimizers_inside(make: Any, inner: str) -> None:
         (lambda: LocalSGD(then=PAIRS), "local_sgd: then averages once more what topology has averaged: pass topology"),
         (lambda: LocalSGD(restart=2), "local_sgd: restart is 2 and there is no outer optimizer: pass outer"),
         (lambda: LocalSGD(outer=heavy_ball, restart=-1), "local_sgd: restart is -1: it must be at least 0"),
+        (lambda: LocalSGD(4, outer=heavy_ball, restart=2, warmup_steps=8), "restart needs a period that does not grow"),
     ],
 )
 def test_impossible_options(make: Any, message: str) -> None:
