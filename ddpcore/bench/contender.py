@@ -81,14 +81,22 @@ class Contender:
 
     def run(self, num_steps: int, *, timed: bool) -> None:
         """Train for a block of steps, until the slowest rank is done; keep the times if ``timed``. Collective."""
+        num_samples = self._num_samples(num_steps)
         barrier("the start of a block of steps")
         start = time.perf_counter()
         for _ in range(0 if self.trainer is None else num_steps):
             self._step(self.active, timed)
         barrier("the end of a block of steps")
         if timed:
-            self.block_samples.append(0 if self.trainer is None else num_steps * self.trainer.batches.batch_size)
+            self.block_samples.append(num_samples)
             self.block_seconds.append(time.perf_counter() - start)
+
+    def _num_samples(self, num_steps: int) -> int:
+        """Samples of all learners in the next steps; 0 if this rank is idle."""
+        if self.trainer is None:
+            return 0
+        batches, first = self.trainer.batches, self.trainer.num_steps
+        return (batches.num_taken(first + num_steps) - batches.num_taken(first)) * batches.num_learners
 
     def _step(self, trainer: Trainer, timed: bool) -> None:
         start = time.perf_counter()

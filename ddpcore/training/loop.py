@@ -202,7 +202,8 @@ class Loop:
                         raise
                     progress.diverged, progress.reason = True, str(error)
                     break
-                progress.add(losses_L, only_finite=self.config.strategy.on_nonfinite != "raise")
+                only_finite = self.config.strategy.on_nonfinite != "raise"
+                progress.add(losses_L, only_finite=only_finite, shares_L=trainer.shares_L)
                 if self.steps is not None:
                     self.steps.add(losses_L)
             self._welcome()
@@ -296,8 +297,6 @@ class Loop:
             before = progress.total_seconds
             epoch = 1 + batches.epoch(step - 1)
             taken = batches.num_taken(step) - batches.num_taken(step - progress.epoch_steps)
-            if not batches.drop_last:  # the last batch is smaller
-                taken = min(taken, batches.samples_per_learner)
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
