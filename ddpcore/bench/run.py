@@ -112,8 +112,7 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
     raises = resolved.training.strategy.on_nonfinite == "raise"
     sizes = () if one.trainer is None else one.trainer.batches.sizes
-    shares_SL = torch.tensor(sizes or [1.0], dtype=torch.float64).expand_as(losses_SL)
-    shares_SL = shares_SL if raises else shares_SL * losses_SL.isfinite()
+    shares_SL = torch.tensor(sizes or [1.0], dtype=torch.float64) * (losses_SL.isfinite() | raises)
     losses = (losses_SL.where(shares_SL > 0, 0) * shares_SL).sum(dim=1) / shares_SL.sum(dim=1)
     if num_nonfinite and raises:
         losses[-1] = math.nan  # it has diverged

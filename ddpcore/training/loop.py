@@ -217,11 +217,14 @@ class Loop:
             step = trainer.num_steps
             epoch_ends = self._ends_epoch()
             may_die = self.comm.membership is not None  # a checkpoint has the ranks that are left after the evaluation
-            before = self._saved_progress() if epoch_ends and not may_die else None
+            before = None
+            if epoch_ends and not may_die:
+                with self._paused():
+                    before = progress.state_dict()
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
-                num_found = len(trainer.handle.nonfinite)
-                loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_found)
+                num_mine = len(trainer.handle.nonfinite)
+                loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_mine)
                 self._write_rows(num_found, self._changes())
                 if self.writer is not None:
                     reached = "" if progress.accuracy is None else f", last evaluated {100 * progress.accuracy:.2f} %"
@@ -375,10 +378,6 @@ class Loop:
                 reason = f"{type(error).__name__}: {error}"
         return {"flatness": flat, "flatness_reason": reason}
 
-    def _saved_progress(self) -> dict[str, Any]:
-        with self._paused():
-            return self.progress.state_dict()
-
     def _save(self, progress: dict[str, Any] | None = None) -> bool:
         """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective.
 
@@ -386,14 +385,13 @@ class Loop:
         goes on with it if the run is longer now.
         """
         members, is_saved = tuple[int, ...](), False
-        progress = progress or self._saved_progress()
         with self._paused():
             while self.checkpoints.members != members:  # again after a death, because the state depends on who is left
                 members = self.checkpoints.members
                 is_saved = self._try_to_save(members, progress)
         return is_saved
 
-    def _try_to_save(self, members: tuple[int, ...], progress: dict[str, Any]) -> bool:
+    def _try_to_save(self, members: tuple[int, ...], progress: dict[str, Any] | None) -> bool:
         state = self.trainer.state_dict()
         if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
             if self.writer is not None:
@@ -408,7 +406,7 @@ class Loop:
             self.writer.sync()  # a checkpoint must not be newer than the record
         if self.steps is not None:
             self.steps.flush(to_disk=True)
-        state |= {"progress": progress, "statistics": self.measured.state_dict()}
+        state |= {"progress": progress or self.progress.state_dict(), "statistics": self.measured.state_dict()}
         best = self.progress.best if self.config.run.keep_best else None
         kept = None if best is None else best["step"]
         self.checkpoints.save(self.trainer.num_steps, state, keep_last=self.config.run.keep_last, best=kept)

@@ -50,19 +50,14 @@ class Progress:
         """Seconds of the whole run, with evaluations and checkpoints, and without the time between two processes."""
         return time.perf_counter() - self._started
 
-    def add(self, losses_L: Tensor, *, only_finite: bool = False, shares_L: Tensor | None = None) -> None:
-        """Add the losses of one step; with ``only_finite``, those that are not finite do not count.
-
-        ``shares_L`` are the sizes of the learners' batches, relative to their mean; None if they are equal.
-        """
+    def add(self, losses_L: Tensor, *, only_finite: bool = False, shares_L: Tensor | float = 1.0) -> None:
+        """Add losses of a step, each times its batch size relative to the mean; ``only_finite`` leaves others out."""
         if only_finite:
             is_lost_L = ~losses_L.isfinite()
             losses_L = losses_L.masked_fill(is_lost_L, 0)
-            lost_L = is_lost_L if shares_L is None else is_lost_L * shares_L
-            self.epoch_lost_L += lost_L
-            self.window_lost_L += lost_L
-        if shares_L is not None:
-            losses_L = losses_L * shares_L
+            self.epoch_lost_L += is_lost_L * shares_L
+            self.window_lost_L += is_lost_L * shares_L
+        losses_L = losses_L * shares_L
         self.epoch_loss_L += losses_L
         self.window_loss_L += losses_L
         self.epoch_steps += 1
