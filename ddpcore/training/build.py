@@ -295,8 +295,6 @@ def build_trainer(
     :func:`ddpcore.distribute` that replace the config's. ValueError: the parts do not fit together.
     """
     config, rank = placement.config, placement.world.rank
-    if not placement.real:
-        check_connection(config, 1)
     batches = build_batches(config, dataset)
     torch.manual_seed(config.run.seed)
     model = build_model(config, dataset, placement.device)
@@ -307,6 +305,8 @@ def build_trainer(
     if isinstance(strategy, Strategy):
         check_run(strategy, total_steps(config, batches))
     arguments = {**_arguments(placement, strategy, buckets or {}), **options}
+    if arguments["learners"] is not None and not placement.real:
+        check_connection(config, 1)
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners
     else:
