@@ -150,7 +150,10 @@ class BenchConfig(Options):
         if without_us and f"torch_{optimizer['name']}" in OPTIMIZERS.names():
             optimizer = {**optimizer, "name": f"torch_{optimizer['name']}", "fused": True}
         values = {**self.values, "optimizer": optimizer, "strategy": {**own, **options, "name": strategy}}
-        data: dict[str, Any] = {} if batch_size is None else {"batch_size": batch_size}
+        data: dict[str, Any] = {}
+        if batch_size is not None:
+            whole, growth = self.value("data.batch_size"), self.value("data.batch_growth")
+            data = {"batch_size": batch_size, "batch_growth": [(at, size * batch_size // whole) for at, size in growth]}
         if (here or {}).get("strategy", {}).get("learners", 1) == 1 or batch_size is not None:
             data |= {"learners_batch": (), "balance": False}  # of one learner
         return TrainConfig.from_dict(merged(merged(values, here or {}), {"data": data}))

@@ -81,13 +81,17 @@ class Contender:
 
     def run(self, num_steps: int, *, timed: bool) -> None:
         """Train for a block of steps, until the slowest rank is done; keep the times if ``timed``. Collective."""
+        num_samples = 0  # of a rank that is idle
+        if self.trainer is not None:
+            batches, first = self.trainer.batches, self.trainer.num_steps
+            num_samples = batches.num_learners * (batches.num_taken(first + num_steps) - batches.num_taken(first))
         barrier("the start of a block of steps")
         start = time.perf_counter()
         for _ in range(0 if self.trainer is None else num_steps):
             self._step(self.active, timed)
         barrier("the end of a block of steps")
         if timed:
-            self.block_samples.append(0 if self.trainer is None else num_steps * self.trainer.batches.batch_size)
+            self.block_samples.append(num_samples)
             self.block_seconds.append(time.perf_counter() - start)
 
     def _step(self, trainer: Trainer, timed: bool) -> None:
@@ -147,8 +151,7 @@ def build_dataset(resolved: ResolvedConfig, *, first: bool) -> Dataset:
     config = resolved.config.train_config(SILENT)  # all strategies have the same data and model
     dataset = read_dataset(config, first=first)
     if first:
-        data, seed = config.data, config.run.seed
-        ShardedBatches(len(dataset.train), data.batch_size, resolved.world_size, seed)  # checks the batch size
+        ShardedBatches(len(dataset.train), config.data.batch_size, resolved.world_size)  # checks the batch size
         check_parts(resolved.training, dataset)
     return dataset
 

@@ -110,8 +110,11 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
     seconds, parts, found = zip(*gather((one.step_seconds, losses_SL, nonfinite)), strict=True)
     num_nonfinite = len(set().union(*found))  # all ranks find the same in averaged gradients
     losses_SL = torch.cat([part for part in parts if part is not None], dim=1).double()
-    losses = losses_SL.nanmean(dim=1) if resolved.training.strategy.on_nonfinite != "raise" else losses_SL.mean(dim=1)
-    if num_nonfinite and resolved.training.strategy.on_nonfinite == "raise":
+    raises = resolved.training.strategy.on_nonfinite == "raise"
+    sizes = () if one.trainer is None else one.trainer.batches.sizes
+    shares_SL = torch.tensor(sizes or [1.0], dtype=torch.float64) * (losses_SL.isfinite() | raises)
+    losses = (losses_SL.where(shares_SL > 0, 0) * shares_SL).sum(dim=1) / shares_SL.sum(dim=1)
+    if num_nonfinite and raises:
         losses[-1] = math.nan  # it has diverged
     trainer = None if one.name in HIDDEN else one.trainer
     evaluation, distance = None, None
@@ -229,7 +232,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     drawn = []
     for key in ("steps", "seconds"):
         series = [Series(name=name, x=curve[key], y=curve["loss"], style="line+points") for name, curve in curves]
-        title, y_label = f"Training loss over {key}", "loss, mean of the learners"
+        title, y_label = f"Training loss over {key}", "mean loss"
         drawn.append(Chart(title=title, x_label=key, y_label=y_label, series=series))
     drawn.append(bars("Time of a step", "ms", names, [row["step_ms"] for row in rows]))
     title = f"Time of a step, relative to {names[0] if names else ''}"

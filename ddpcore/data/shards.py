@@ -173,7 +173,10 @@ class ShardedBatches:
         return epoch * self.steps_per_epoch + taken // self._share(0)
 
     def num_taken(self, step: int) -> int:
-        """Samples that each learner has taken before a step, in all epochs; an incomplete batch counts as complete."""
+        """Samples that each learner has taken before a step, in all epochs."""
+        if not self.drop_last:  # each epoch takes all
+            epoch, taken = self.place(step)
+            return epoch * self.samples_per_learner + taken
         return sum(num_steps * share for num_steps, share in self._spans(step))
 
     def indices(self, step: int) -> Tensor:

@@ -50,7 +50,7 @@ Outcomes = Mapping[str, Mapping[int, Outcome]]
 class Verdict:
     """``holds``, ``does not hold``, ``not run`` or ``void``, with the number of seeds or the reason.
 
-    ``holds, within the spread``: it holds of the means, and not of each seed that all rows have.
+    ``holds, within the spread``: it holds of the means, and not of each seed that all rows have, or there is none.
     """
 
     word: str
@@ -106,13 +106,13 @@ def judge(
 
 
 def _holds_of_each(tree: ast.expr, outcomes: Outcomes, metric: str) -> bool:
-    """Whether a predicate that holds of the means holds of each seed alone too, or is about the spread itself."""
+    """Whether what holds of the means holds of each seed alone too, of one at least, or is about the spread itself."""
     rows = rows_in(tree)
     if any(isinstance(node, ast.Call) and ast.unparse(node.func) in _ABOUT_SPREADS for node in ast.walk(tree)):
         return True
     of_seeds = [{row: {seed: outcomes[row][seed]} for row in rows} for seed in _common_seeds(outcomes, rows)]
     try:
-        return all(_Evaluation(outcomes=of_seed, metric=metric).of(tree, bool) for of_seed in of_seeds)
+        return bool(of_seeds) and all(_Evaluation(outcomes=one, metric=metric).of(tree, bool) for one in of_seeds)
     except (_NotRun, ArithmeticError):  # a seed without a number
         return False
 

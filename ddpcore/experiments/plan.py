@@ -16,7 +16,6 @@ from ddpcore.storage.json_lines import to_json
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import Datasets, LearnerPlacement, backend_here, check_connection, check_parts, needs_ranks
 from ddpcore.training.memory import activation_bytes, bytes_text, model_bytes, num_states
-from ddpcore.training.sections import StrategyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +166,8 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
             check_parts(job.config, datasets.of(LearnerPlacement.of(job.config, None)))
             backend_of(job)
             check_connection(job.config, job.ranks, job.hosts)
-            link, transport = job.config.strategy.link, job.config.strategy.transport
-            given = {"strategy.link": link, "strategy.transport": transport, "hosts": job.hosts}
-            for name, none in (("strategy.link", None), ("strategy.transport", StrategyConfig.transport), ("hosts", 1)):
-                if given[name] != none and not job.ranks:
-                    raise ValueError(f"{name} is {given[name]!r}: learners of one process have none, set ranks = true")
+            if job.hosts != 1 and not job.ranks:
+                raise ValueError(f"hosts is {job.hosts}: learners of one process have none, set ranks = true")
             if needs_ranks(job.config) and not job.ranks:
                 raise ValueError("ddp needs real ranks: set ranks = true, or take ssgd for virtual learners")
         except ValueError as error:

@@ -30,9 +30,19 @@ class Group:
     runs: Sequence[Run]
 
     def values(self, key: str) -> list[float]:
-        """A field of the end or of the last epoch, of each run that has it."""
-        last = [{**(run.epochs[-1] if run.epochs else {}), **run.final} for run in self.runs]
-        return [value for line in last if (value := finite(line.get(key))) is not None]
+        """A field of the end or of the last epoch, of each run that has it and has not diverged."""
+        kept = [run for run in self.runs if not run.final.get("diverged")]
+        return [value for run in kept if (value := finite(last_of(run).get(key))) is not None]
+
+    def text(self, key: str) -> str:
+        """:func:`spread_of` the values, and their number if it is not that of the runs."""
+        values = self.values(key)
+        return spread_of(values) + (f" (n={len(values)})" if 0 < len(values) < len(self.runs) else "")
+
+
+def last_of(run: Run) -> dict[str, Any]:
+    """The fields of the end, and of the last epoch."""
+    return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
 
 
 def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:

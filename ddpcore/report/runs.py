@@ -15,7 +15,7 @@ from ddpcore.display.chart import Chart, Number, Series, finite, network, with_v
 from ddpcore.display.picture import surface_charts
 from ddpcore.options.fields import get
 from ddpcore.records.surface import Surface
-from ddpcore.report.groups import Group, config_of, constants, mean_of, ranked, sentences, spread_of, text_of
+from ddpcore.report.groups import Group, config_of, constants, last_of, mean_of, ranked, sentences, text_of
 from ddpcore.report.sources import Run, Section, TableData
 from ddpcore.topology.describe import MOST_DRAWN
 
@@ -45,17 +45,18 @@ def run_sections(runs: Sequence[Run], groups: Sequence[Group]) -> list[Section]:
 def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:
     key, order = ranked(groups)
     columns = {name.replace("_", " "): name for name in (key, "best_accuracy", "train_loss", "total_seconds")}
-    columns = {title: name for title, name in columns.items() if any(group.values(name) for group in groups)}
+    known = {name for run in runs for name, value in last_of(run).items() if finite(value) is not None}
+    columns = {title: name for title, name in columns.items() if name in known}
     rows = []
     for group in order:
-        results = [spread_of(group.values(name)) for name in columns.values()]
+        results = [group.text(name) for name in columns.values()]
         counts = Counter(map(state_of, group.runs)).items()
         states = ", ".join(state if len(counts) == 1 else f"{num} {state}" for state, num in counts)
         rows.append([group.name, *results, str(len(group.runs)), states])
     of_runs, each = {run.path: group.name for group in groups for run in group.runs}, []
     for run in runs:
         seed, date = text_of(get(run.header["config"], "run.seed")), text_of(run.header.get("date"))
-        results = [text_of(_rounded(_last(run).get(one))) for one in ("step", *columns.values())]
+        results = [text_of(_rounded(last_of(run).get(one))) for one in ("step", *columns.values())]
         each.append([run.label, of_runs[run.path], seed, state_of(run), *results, date])
     problems = [problem for run in runs for problem in run.problems]
     lines = [*sentences(groups), f"The same in all runs: {constants([config_of(run) for run in runs])}."]
@@ -66,10 +67,6 @@ def _about(runs: Sequence[Run], groups: Sequence[Group]) -> Section:
     headings = ["run", "of", "seed", "state", "step", *columns, "date"]
     folded = [TableData(title="Each run", headings=headings, rows=each, num_left=2), _where(runs)]
     return Section(title="Result", lines=lines, tables=tables, folded=folded, problems=problems)
-
-
-def _last(run: Run) -> dict[str, Any]:
-    return {**(run.epochs[-1] if run.epochs else {"step": 0}), **run.final}
 
 
 def _where(runs: Sequence[Run]) -> TableData:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
@@ -18,6 +20,7 @@ from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, gather_
 from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
+from ddpcore.diagnostics.passes import as_it_was
 from ddpcore.distributed.distribute import distribute, join
 from ddpcore.distributed.state_sync import Policies
 from ddpcore.models import MODELS
@@ -27,7 +30,7 @@ from ddpcore.records.run import RECORD, RunRecord, nested
 from ddpcore.runtime.launch import World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples
-from ddpcore.training.sections import GROWTH_POWERS
+from ddpcore.training.sections import GROWTH_POWERS, StrategyConfig
 from ddpcore.training.trainer import Trainer, learner_losses
 
 # Fields of the section data that are arguments of load_dataset under the same name.
@@ -148,8 +151,17 @@ def needs_ranks(config: TrainConfig) -> bool:
 def check_connection(config: TrainConfig, num_ranks: int, num_hosts: int = 1) -> None:
     """ValueError unless the strategy runs on so many ranks, before any is started. 0 and 1 are one process."""
     strategy, learners = config.checked_strategy, config.strategy.learners
+    unused, why = "transport link", "learners of one process have none, leave it out or give each a rank"
+    if isinstance(strategy, Baseline):
+        unused, why = "transport link policies", f"{strategy.name} does not use it, leave it out"
+    elif learners <= num_ranks > 1:
+        unused = ""
+    for name in unused.split():
+        if (value := getattr(config.strategy, name)) != getattr(StrategyConfig(), name):
+            raise ValueError(f"strategy.{name} is {value!r}: {why}")
     if isinstance(strategy, Baseline):
         return
+    Policies(**config.strategy.policies).check(strategy)
     check_group(strategy, learners, learners // max(1, num_ranks))
     if strategy.traits.transports == Traits().transports or learners == 1:
         return
@@ -207,6 +219,8 @@ def build_schedule(config: TrainConfig, batches: ShardedBatches) -> Schedule:
         steps_per_unit=unit,
         **optimizer.schedule_options,
     )
+    if not isinstance(first := schedule(0), Real | Tensor):
+        raise ValueError(f"schedule {optimizer.schedule} gives {first!r} at step 0: it must give a number")
     schedule = warmup(schedule, round(optimizer.warmup * unit), optimizer.warmup_start)
     if not data.batch_growth:
         return schedule
@@ -224,7 +238,26 @@ def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> 
     name, shape, options = config.model.name, dataset.input_shape, config.model.options
     MODELS.check_input(name, shape, dataset.has_tokens)
     model = MODELS.build(name, input_shape=shape, num_classes=dataset.num_classes, **options).to(device)
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError(f"model {name} has a parameter without a shape (lazy module): give its layer all sizes")
     return model.to(memory_format=torch.channels_last) if config.model.channels_last else model  # type: ignore[call-overload]
+
+
+def _check_outputs(model: nn.Module, config: TrainConfig, dataset: Dataset) -> None:
+    """ValueError unless the model scores each class, for each place that has a label. It stays as it is."""
+    device = next(model.parameters()).device
+    inputs, labels = dataset.train.batch(torch.arange(min(2, len(dataset.train)), device="cpu"), 0)
+    wanted = [len(labels), dataset.num_classes, *labels.shape[1:]]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with as_it_was(model, device), torch.no_grad():
+            outputs = model.eval()(inputs.to(device))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    if found != wanted:
+        raise ValueError(f"model {config.model.name} gives {found} for {len(labels)} samples: it must give {wanted}")
 
 
 def _build_optimizer(config: TrainConfig, model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
@@ -242,16 +275,10 @@ def check_parts(config: TrainConfig, dataset: Dataset) -> None:
     schedule = build_schedule(config, batches)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         _build_optimizer(config, build_model(config, dataset, torch.device("meta")), schedule)
-    strategy, policies = config.make_strategy(), Policies(**config.strategy.policies)
+    strategy = config.make_strategy()
     if isinstance(strategy, Strategy):
-        policies.check(strategy)
         strategy.setup(config.strategy.learners, torch.float32)
         check_run(strategy, total_steps(config, batches))
-    elif policies != Policies():
-        raise ValueError(f"{strategy.name} runs without policies: leave them out")
-    target, split_ = config.run.target, config.run.evaluate_on
-    if target is not None and split_ not in dataset.splits():
-        raise ValueError(f"run.target is {target}: {dataset.name} has no {split_} split, leave it out")
     check_samples(config, dataset)
 
 
@@ -271,12 +298,15 @@ def build_trainer(
     batches = build_batches(config, dataset)
     torch.manual_seed(config.run.seed)
     model = build_model(config, dataset, placement.device)
+    _check_outputs(model, config, dataset)
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
     if isinstance(strategy, Strategy):
         check_run(strategy, total_steps(config, batches))
     arguments = {**_arguments(placement, strategy, buckets or {}), **options}
+    if arguments["learners"] is not None and not placement.real:
+        check_connection(config, 1)
     if store is None:
         handle, learners = distribute(model, optimizer, strategy, **arguments), placement.learners
     else:
@@ -424,6 +454,7 @@ def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> floa
     now = time.perf_counter if link is None else LearnerClock(slow).now
     with torch.random.fork_rng(devices=[]):
         model, found = build_model(placement.config, dataset, placement.device), []
+        _check_outputs(model, placement.config, dataset)
         inputs, labels = dataset.train.batch(torch.arange(size, device="cpu"), 0)
         for _ in range(1 + REPEATS):  # the first is a warm-up
             begin = now()

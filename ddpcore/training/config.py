@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from ddpcore.comm.membership import ON_FAILURE
 from ddpcore.data import SAMPLERS, SHARDS, Dataset
 from ddpcore.data.shards import check_sizes
+from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.command_line import described
 from ddpcore.options.fields import check_value, dotted
 from ddpcore.options.typed import suggest, typed
@@ -47,10 +50,28 @@ class TrainConfig:
         for name, section in CLASSES.items():
             if not isinstance(getattr(self, name), section):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be a {section.__name__}")
+        self._check_needs()
         self._check_batches()
         if self.run.evaluate_on == "validation" and not self.data.num_validation:
             raise ValueError("run.evaluate_on is 'validation': set data.num_validation to the samples to hold out")
         self._check_strategy()
+
+    def _check_needs(self) -> None:
+        """Refuse fields that do nothing without another one."""
+        optimizer, run, defaults = self.optimizer, self.run, SimpleNamespace(**CLASSES)
+        recalibrates = run.evaluation_batch_norm == "recalibrate"
+        of_statistics = "run.statistics_samples run.statistics_hessian run.escape_loss"
+        for keys, needed, is_given in (
+            ("optimizer.gamma", "a schedule that takes it", SCHEDULES.takes(optimizer.schedule, "gamma")),
+            ("optimizer.warmup_start", "optimizer.warmup", optimizer.warmup),
+            (of_statistics, "run.statistics_every", run.statistics_every),
+            ("run.hessian_samples run.hessian_top", "run.hessian_every", run.hessian_every),
+            ("run.recalibration_batches", "run.evaluation_batch_norm=recalibrate", recalibrates),
+            ("run.target", "run.evaluate_every", run.evaluate_every),
+        ):
+            for key in () if is_given else keys.split():
+                if (value := attrgetter(key)(self)) != attrgetter(key)(defaults):
+                    raise ValueError(f"{key} is {value!r}: it does nothing without {needed}, set that or leave it out")
 
     def _check_batches(self) -> None:
         data, learners = self.data, self.strategy.learners
@@ -261,11 +282,10 @@ def describe_fields(word: str = "") -> list[tuple[str, str]]:
 
 
 def check_samples(config: TrainConfig, dataset: Dataset) -> None:
-    """Raise ValueError if the training set is too small for the samples of statistics, Hessian or flatness."""
+    """ValueError: the training set is too small for statistics, Hessian or flatness, or no split can reach a target."""
     run, learners = config.run, config.strategy.learners
-    if run.statistics_every and run.statistics_samples is not None:
-        sections.random_samples(dataset, "statistics_samples", run.statistics_samples, learners, run.seed)
-    if run.hessian_every and run.hessian_samples is not None:
-        sections.random_samples(dataset, "hessian_samples", run.hessian_samples, learners, run.seed)
-    if run.flatness_samples:
-        sections.random_samples(dataset, "flatness_samples", run.flatness_samples, 1, run.seed)
+    if run.target is not None and run.evaluate_on not in dataset.splits():
+        raise ValueError(f"run.target is {run.target}: {dataset.name} has no {run.evaluate_on} split, leave it out")
+    for name, least in (("statistics_samples", learners), ("hessian_samples", learners), ("flatness_samples", 1)):
+        if num := getattr(run, name):
+            sections.random_samples(dataset, name, num, least, run.seed)

@@ -37,8 +37,9 @@ class RunWriter(JsonLines):
     """Writes the files and the progress bar of a run, on rank 0 alone. As a context manager it closes them.
 
     ``header`` is the first row of a new run; its ``total_steps`` is the length of the progress bar. ``resumed`` is the
-    row of a resumed run. Rows after its ``step`` are removed from the record. If the run was shorter, it gets the new
-    length, and a last row and a model of the shorter run are removed. ``on_record`` is called with each further row.
+    row of a resumed run. Rows after its ``step`` are removed from the record, and with ``in_epoch`` the row of an epoch
+    at this step. If the run was shorter, it gets the new length, and a last row and a model of the shorter run are
+    removed. ``on_record`` is called with each further row.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class RunWriter(JsonLines):
         header: dict[str, Any],
         resumed: dict[str, Any] | None = None,
         on_record: OnRecord | None = None,
+        in_epoch: bool = False,
     ) -> None:
         path, step = out / RECORD, 0 if resumed is None else resumed["step"]
         known = read_lines(path)
         for problem in known.problems:
             warn(f"{problem}: the run goes on without it")
         rows = [] if resumed is None else [row for row in known.rows if row.get("step", 0) <= step]
+        if in_epoch:
+            rows = [row for row in rows if (row.get("kind"), row.get("step")) != ("epoch", step)]
         run, num_steps = next((row for row in rows if row.get("kind") == "run"), None), header["total_steps"]
         if run is None:
             rows.insert(0, header)
@@ -192,7 +196,10 @@ class Loop:
     def run(self, stop_signal: StopSignal) -> bool:
         """Train to the end. False: ``stop_signal`` came first, and the run is saved in a checkpoint."""
         trainer, progress = self.trainer, self.progress
-        self._resumed_at = self.comm.now()
+        self._resumed_at, above = self.comm.now(), self.config.run.diverged_above
+        if progress.epoch_steps and self._ends_epoch():  # this checkpoint was written before the evaluation
+            progress.check(self.comm, False, above)
+            self._end_epoch()
         while self.joins or not self._is_over():
             if not self.joins:
                 try:
@@ -202,16 +209,22 @@ class Loop:
                         raise
                     progress.diverged, progress.reason = True, str(error)
                     break
-                progress.add(losses_L, only_finite=self.config.strategy.on_nonfinite != "raise")
+                only_finite = self.config.strategy.on_nonfinite != "raise"
+                progress.add(losses_L, only_finite=only_finite, shares_L=trainer.shares_L)
                 if self.steps is not None:
                     self.steps.add(losses_L)
             self._welcome()
             step = trainer.num_steps
-            epoch_ends = step == self.total_steps or self.batches.epoch(step) > self.batches.epoch(step - 1)
+            epoch_ends = self._ends_epoch()
+            may_die = self.comm.membership is not None  # a checkpoint has the ranks that are left after the evaluation
+            before = None
+            if epoch_ends and not may_die:
+                with self._paused():
+                    before = progress.state_dict()
             stop = stop_signal.asked and not self.placement.real
             if epoch_ends or step == 1 or step % CHECK_EVERY == 0:
-                num_found, above = len(trainer.handle.nonfinite), self.config.run.diverged_above
-                loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_found)
+                num_mine = len(trainer.handle.nonfinite)
+                loss, stop, num_found = progress.check(self.comm, stop_signal.asked, above, num_mine)
                 self._write_rows(num_found, self._changes())
                 if self.writer is not None:
                     reached = "" if progress.accuracy is None else f", last evaluated {100 * progress.accuracy:.2f} %"
@@ -220,10 +233,13 @@ class Loop:
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()
+            stop = stop and not self._is_over()
+            comes_first = not may_die and (stop or self._needs_checkpoint(step, epoch_ends))
+            if comes_first:  # an error in the evaluation then loses nothing
+                self.is_saved = self._save(before)
             is_best = self._end_epoch() if epoch_ends or progress.diverged else False
-            stop = stop and step < self.total_steps
-            if stop or self._needs_checkpoint(step, epoch_ends, is_best):
-                self.is_saved = self._save()
+            if not comes_first and (stop or self._needs_checkpoint(step, epoch_ends, is_best)):
+                self.is_saved = self._save(before)
             if stop:
                 return False
         self._end()
@@ -282,7 +298,12 @@ class Loop:
         step = self.trainer.num_steps
         return [{**asdict(change), "kind": "members", "step": step, "text": str(change)} for change in changes]
 
-    def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool) -> bool:
+    def _ends_epoch(self) -> bool:
+        """Whether the last step has ended an epoch or the run."""
+        step, epoch = self.trainer.num_steps, self.batches.epoch
+        return step == self.total_steps or epoch(step) > epoch(step - 1)
+
+    def _needs_checkpoint(self, step: int, epoch_ends: bool, is_best: bool = False) -> bool:
         every = self.config.run.checkpoint_every
         if every == 0 or self.progress.diverged:
             return False
@@ -296,8 +317,6 @@ class Loop:
             before = progress.total_seconds
             epoch = 1 + batches.epoch(step - 1)
             taken = batches.num_taken(step) - batches.num_taken(step - progress.epoch_steps)
-            if not batches.drop_last:  # the last batch is smaller
-                taken = min(taken, batches.samples_per_learner)
             seconds = progress.epoch_seconds
             row: dict[str, Any] = {
                 "kind": "epoch",
@@ -359,16 +378,20 @@ class Loop:
                 reason = f"{type(error).__name__}: {error}"
         return {"flatness": flat, "flatness_reason": reason}
 
-    def _save(self) -> bool:
-        """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective."""
+    def _save(self, progress: dict[str, Any] | None = None) -> bool:
+        """Save a checkpoint, unless a number on any rank is not finite, so that good ones stay. Collective.
+
+        At the end of an epoch with the ``progress`` before it. So a run that resumes there ends the epoch again, or
+        goes on with it if the run is longer now.
+        """
         members, is_saved = tuple[int, ...](), False
         with self._paused():
             while self.checkpoints.members != members:  # again after a death, because the state depends on who is left
                 members = self.checkpoints.members
-                is_saved = self._try_to_save(members)
+                is_saved = self._try_to_save(members, progress)
         return is_saved
 
-    def _try_to_save(self, members: tuple[int, ...]) -> bool:
+    def _try_to_save(self, members: tuple[int, ...], progress: dict[str, Any] | None) -> bool:
         state = self.trainer.state_dict()
         if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
             if self.writer is not None:
@@ -383,7 +406,7 @@ class Loop:
             self.writer.sync()  # a checkpoint must not be newer than the record
         if self.steps is not None:
             self.steps.flush(to_disk=True)
-        state |= {"progress": self.progress.state_dict(), "statistics": self.measured.state_dict()}
+        state |= {"progress": progress or self.progress.state_dict(), "statistics": self.measured.state_dict()}
         best = self.progress.best if self.config.run.keep_best else None
         kept = None if best is None else best["step"]
         self.checkpoints.save(self.trainer.num_steps, state, keep_last=self.config.run.keep_last, best=kept)

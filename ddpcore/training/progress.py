@@ -28,7 +28,7 @@ class Progress:
     window_lost_L: Tensor  # the same since the last check
     epoch_steps: int = 0
     window_steps: int = 0
-    first_loss: float | None = None  # of the first step, mean over all learners
+    first_loss: float | None = None  # of the first step, mean over all samples
     accuracy: float | None = None  # of the last evaluation
     best: dict[str, Any] | None = None  # accuracy, epoch and step of the best evaluation
     epoch_seconds: float = 0.0  # of training
@@ -50,13 +50,14 @@ class Progress:
         """Seconds of the whole run, with evaluations and checkpoints, and without the time between two processes."""
         return time.perf_counter() - self._started
 
-    def add(self, losses_L: Tensor, *, only_finite: bool = False) -> None:
-        """Add the losses of one step; with ``only_finite``, those that are not finite do not count."""
+    def add(self, losses_L: Tensor, *, only_finite: bool = False, shares_L: Tensor | float = 1.0) -> None:
+        """Add losses of a step, each times its batch size relative to the mean; ``only_finite`` leaves others out."""
         if only_finite:
             is_lost_L = ~losses_L.isfinite()
             losses_L = losses_L.masked_fill(is_lost_L, 0)
-            self.epoch_lost_L += is_lost_L
-            self.window_lost_L += is_lost_L
+            self.epoch_lost_L += is_lost_L * shares_L
+            self.window_lost_L += is_lost_L * shares_L
+        losses_L = losses_L * shares_L
         self.epoch_loss_L += losses_L
         self.window_loss_L += losses_L
         self.epoch_steps += 1
@@ -83,7 +84,7 @@ class Progress:
         return loss, bool(stops_n.any()), int(found_n.max())
 
     def end_epoch(self, comm: Communicator) -> float:
-        """The mean training loss of the epoch over steps and learners; sets the sums of the epoch to 0. Collective."""
+        """The mean training loss of the epoch over steps and samples; sets the sums of the epoch to 0. Collective."""
         both_n2 = comm.gather(torch.stack([self.epoch_loss_L, self.epoch_lost_L], dim=1))
         loss = _mean(both_n2[:, 0], both_n2[:, 1], self.epoch_steps)
         self.epoch_loss_L.zero_()
@@ -131,6 +132,6 @@ class Progress:
 
 
 def _mean(losses_n: Tensor, lost_n: Tensor, num_steps: int) -> float:
-    """The mean loss over steps and learners, of which each learner has lost some; NaN if all are lost."""
+    """The mean loss over steps and samples, of which each learner has lost some; NaN if all are lost."""
     counted = num_steps - float(lost_n.mean())
     return float(losses_n.mean()) / counted if counted else math.nan

@@ -149,7 +149,8 @@ def _train(
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
-        writer = stack.enter_context(_writer(placement, trainer, out, on_record)) if is_first else None
+        in_epoch = progress.epoch_steps > 0
+        writer = stack.enter_context(_writer(placement, trainer, out, on_record, in_epoch)) if is_first else None
         loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
         if is_first and announce:
             begin = f", going on after step {trainer.num_steps} of {loop.total_steps}" if trainer.num_steps else ""
@@ -246,7 +247,9 @@ def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements
     return Progress(**progress)
 
 
-def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, on_record: OnRecord | None) -> RunWriter:
+def _writer(
+    placement: LearnerPlacement, trainer: Trainer, out: Path, on_record: OnRecord | None, in_epoch: bool = False
+) -> RunWriter:
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
     batches, parts = trainer.batches, trainer.batches.parts
@@ -270,7 +273,7 @@ def _writer(placement: LearnerPlacement, trainer: Trainer, out: Path, on_record:
     }
     learners = {"learners": config.strategy.learners}
     resumed = {"kind": "resume", "step": step, **learners, **left, **here} if step else None
-    return RunWriter(out, header, resumed, on_record)
+    return RunWriter(out, header, resumed, on_record, in_epoch)
 
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:

@@ -312,11 +312,6 @@ class RunConfig(Section):
         super().__post_init__()
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"run.epochs is {self.epochs} and run.steps is {self.steps}: give exactly one of them")
-        loss = self.escape_loss
-        if loss is not None and not self.statistics_every:
-            raise ValueError(f"run.escape_loss is {loss}: the statistics compute the full loss, set statistics_every")
-        if self.target is not None and not self.evaluate_every:
-            raise ValueError(f"run.target is {self.target}: only an evaluation can reach it, set evaluate_every to 1")
 
 
 CLASSES: Mapping[str, type[Section]] = {

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -153,6 +154,7 @@ class Trainer:
         max_grad_norm: largest norm of a learner's gradient; only for optimizers that do not clip in their step.
         autocast: dtype of forward passes; None is the dtype of the weights.
         compile: run the model through ``torch.compile``.
+        shares_L: the sizes of the learners' batches, relative to the mean of all.
     """
 
     handle: Distributed
@@ -173,7 +175,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model = torch.compile(self.handle.model) if self.compile else self.handle.model
-        self.num_steps = 0
+        self.num_steps, sizes = 0, self.batches.sizes
+        shares = [sizes[one] / fmean(sizes) if sizes else 1.0 for one in self.learners]
+        self.shares_L = torch.tensor(shares, dtype=torch.float64, device=self.dataset.train.labels.device)
 
     def step(self) -> Tensor:
         """Train on the next global batch; return the loss ``[L]`` of each learner without waiting for the device."""

@@ -116,6 +116,35 @@ def test_bytes_of_baselines_follow_from_their_traits() -> None:
     assert sent == [0.0, 12.0, None]
 
 
+def test_the_samples_of_a_block_are_those_of_its_steps() -> None:
+    """Also of batches that grow, and of smaller ones at the end of an epoch."""
+    small = ("model.hidden=[4]", "data.batch_size=100", "run.steps=20")
+    for settings, expected in (
+        (("data.batch_growth=[[3,200],[5,400]]",), [3 * 100, 2 * 200 + 2 * 400]),
+        (("data.num_train=238", "data.drop_last=false"), [238, 238 + 100]),
+    ):
+        resolved = resolved_of(*small, *settings, backend="virtual", strategies=("ssgd",))
+        one = Contender.build("ssgd", resolved, World(), contender.build_dataset(resolved, first=False))
+        one.run(3, timed=True)
+        one.run(4, timed=True)
+        assert one.block_samples == expected
+    resolved = resolved_of("data.batch_growth=[[3,200],[5,400]]")
+    of_one = resolved.train_config("single", batch_size=50).data
+    assert (of_one.batch_size, of_one.batch_growth) == (50, ((3, 100), (5, 200))), "as each learner of the others has"
+
+
+def test_losses_of_uneven_batches_are_those_of_the_whole_batch() -> None:
+    """One step with all samples, of one learner and of two with 97 and 3 of them: the same loss, also in the curve."""
+    losses = []
+    for settings in ((), ("data.learners_batch=[97,3]",)):
+        resolved = resolved_of("run.steps=1", "model.hidden=[4]", *settings, backend="virtual", strategies=("ssgd",))
+        one = Contender.build("ssgd", resolved, World(), contender.build_dataset(resolved, first=False))
+        one.run(1, timed=True)
+        found = run._gather(one, resolved)
+        losses.append([found["loss_first"], *found["curve"]["loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_exposed_communication_is_the_median_of_pairs() -> None:
     """Every second round is five times faster. Only paired differences show the 50 ms."""
     slow = [1.0, 0.2] * 5

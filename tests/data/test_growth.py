@@ -61,7 +61,7 @@ def test_the_next_samples_in_the_same_order(
         assert batches.epoch(step) == epoch
         assert torch.equal(batches.indices(step), indices)
         assert batches.batch_size_at(step) >= indices.numel()
-        assert batches.num_taken(step + 1) - batches.num_taken(step) == batches.batch_size_at(step) // learners
+        assert batches.num_taken(step + 1) - batches.num_taken(step) == indices.shape[1]
     epochs = [epoch for epoch, _ in expected]
     for epoch in set(epochs):
         assert batches.first_step(epoch) == epochs.index(epoch)

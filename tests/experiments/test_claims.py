@@ -123,6 +123,8 @@ def test_rows_without_common_seeds() -> None:
     assert judge('all_seeds(value("a") < value("b"))', apart, "loss").word == NOT_RUN
     both = {"a": OUTCOMES["a"], "b": {1: OUTCOMES["b"][1]}}
     assert judge('all_seeds(value("b") - value("a") == 2)', both, "loss").word == HOLDS, "only seed 1"
+    assert judge('mean("a") < mean("b")', both, "loss").word == HOLDS
+    assert judge('mean("a") < mean("b")', apart, "loss").word == "holds, within the spread", "no seed tests it"
 
 
 def test_paired_is_wilcoxons_exact_test() -> None:

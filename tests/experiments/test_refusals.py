@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "run TINY --rows ssgd --set strategy=ddp": "row ssgd: ddp needs real ranks: set ranks = true, or take ssgd",
     "run TINY --rows ssgd --set strategy.policies.momentum=gossip": "policy gossip needs neighbours and ssgd has none",
-    "run TINY --rows a --set strategy.policies.momentum=average": "row a: single runs without policies: leave them out",
+    "run TINY --rows a --set strategy.policies.momentum=average": "row a: strategy.policies is {'momentum': 'average'}",
     "run TINY --set data=mnist --set model=lenet5": "--data-dir",
     "run TINY --set data=mnist --set model=lenet5 --data-dir nowhere": "nowhere",
     "run TINY --frobnicate": "--frobnicate",

@@ -313,6 +313,24 @@ def test_seeds_are_one_group(make_run: Make) -> None:
     assert len(sections["Topologies"].charts) == 1, "one drawing of equal topologies"
 
 
+def test_runs_that_diverged_or_have_no_number_do_not_count(make_run: Make) -> None:
+    """The mean is that of the others, with their number where it is smaller than that of the runs."""
+    folders = seeds_of(make_run)
+    record = folders[0] / "record.jsonl"
+    first, *lines = map(json.loads, record.read_text().splitlines())
+    lines[-1] |= {"diverged": True, "accuracy": 0.99}
+    record.write_text("".join(json.dumps(line) + "\n" for line in [first, *lines]))
+    left = [json.loads(one.joinpath("record.jsonl").read_text().splitlines()[-1])["accuracy"] for one in folders[1:3]]
+    section, rows = result(*folders)
+    name = f"{sum(left) / 2:.4g}"
+    assert rows[0][1].startswith(name) and rows[0][1].endswith(" (n=2)") and rows[0][2] == "3"
+    assert f"lr=0.1 has the highest accuracy: {name}" in section.lines[0] and "(2 runs)" in section.lines[0]
+    assert "Diverged: 1 of 3 runs of lr=0.1." in section.lines
+    assert section.folded[0].rows[0][3] == "diverged" and "0.99" in section.folded[0].rows[0]
+    section, rows = result(folders[0])
+    assert rows[0][1] == "-" and section.lines[0] == "Diverged: 1 of 1 runs of a0."
+
+
 def test_fields_that_change_no_result_do_not_tell_runs_apart(make_run: Make) -> None:
     """All of them, such as the timeout, and what a run saves."""
     others = {

@@ -62,6 +62,24 @@ def test_activations_of_one_learner_live_at_once() -> None:
     assert order == [f"{name} {number}" for number in range(3) for name in ("forward", "backward")]
 
 
+def test_the_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    """Of learners with 11, 2 and 2 samples the record has the loss that one learner with all 15 has."""
+    configs = [
+        images.config(
+            data={"name": "digits", "num_train": 60, "batch_size": 15, "learners_batch": sizes},
+            strategy={"name": "ssgd", "learners": max(1, len(sizes))},
+            run={"epochs": 2, "steps": None},
+            model={"name": "mlp", "hidden": [8]},
+        )
+        for sizes in ([], [11, 2, 2])
+    ]
+    losses = []
+    for number, config in enumerate(configs):
+        record = train(config, out=tmp_path / str(number))
+        losses.append([row["train_loss"] for row in record.epochs])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 @each(
     ("speeds", "batch_size", "sizes"),
     [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from ddpcore.data import ShardedBatches
+from ddpcore.data import ShardedBatches, load_dataset
 from ddpcore.runtime.launch import World
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import (
@@ -19,6 +21,7 @@ from ddpcore.training.build import (
     total_steps,
 )
 from ddpcore.training.config import merged
+from helpers import images
 
 TEN = ShardedBatches(1280, 128)  # steps in an epoch
 
@@ -140,6 +143,26 @@ def test_options_reach_their_parts() -> None:
 
 def place_of(config: TrainConfig, **fields: Any) -> LearnerPlacement:
     return LearnerPlacement.of(config.overridden(fields), None)
+
+
+def test_models_and_schedules_are_tried_before_training() -> None:
+    """One line names what is wrong; a right model and the generators stay as they are."""
+    own = "helpers.own_models"
+    digits = load_dataset("digits", num_train=40)
+    wrong = {"wide": "gives [2, 1000] for", "few": "gives [2, 5] for", "images": "gives [2, 10, 8, 8] for",
+             "dict": "gives a dict for", "lazy": "has a parameter without a shape"}  # fmt: skip
+    for kind, says in wrong.items():
+        config = images.config(model={"name": f"{own}:Outputs", "kind": kind}, data={"name": "digits"})
+        with pytest.raises(ValueError, match=re.escape(f"model {own}:Outputs")) as caught:
+            build_trainer(LearnerPlacement.of(config, None), digits)
+        assert says in str(caught.value) and "\n" not in str(caught.value)
+    config = images.config(data={"name": "digits"}, model="mlp", optimizer={"schedule": f"{own}:no_rate"})
+    with pytest.raises(ValueError, match=f"schedule {own}:no_rate gives None at step 0: it must give a number"):
+        build_trainer(LearnerPlacement.of(config, None), digits)
+    config, before = images.config(model=f"{own}:Counts", data={"name": "digits"}), random.getstate()
+    module = build_trainer(LearnerPlacement.of(config, None), digits).module
+    assert float(module.passes) == 0 and module.training and not module.norm.training
+    assert random.getstate() == before
 
 
 def test_options_reach_the_data_set() -> None:

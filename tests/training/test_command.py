@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpcore import __main__ as entry
+from ddpcore.runtime import launch
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.__main__ import main
 from ddpcore.training.config import describe_fields
@@ -69,6 +70,34 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
+
+
+def test_options_that_learners_do_not_use_are_named_as_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before ranks start, and without a word of Python."""
+    monkeypatch.setattr(launch, "run", lambda *_, **__: pytest.fail("ranks were started"))
+    pg, link, mean = "strategy.transport=pg", "strategy.link=1Gb/s,1us", "strategy.policies.momentum=average"
+    for num_ranks, words, says in (
+        (
+            1,
+            ["strategy=ssgd", "strategy.learners=4", pg],
+            "strategy.transport is 'pg': learners of one process",
+        ),
+        (2, ["strategy=ssgd", "strategy.learners=4", link], "strategy.link is '1Gb/s,1us': learners of one process"),
+        (1, ["strategy=single", pg], "strategy.transport is 'pg': single does not use it"),
+        (1, ["strategy=single", mean], "strategy.policies is {'momentum': 'average'}: single does not use it"),
+        (2, ["strategy=ddp", link], "strategy.link is '1Gb/s,1us': ddp does not use it"),
+        (2, ["strategy=ssgd", "strategy.policies.momentum=gossip"], "policy gossip needs neighbours and ssgd has none"),
+    ):
+        settings = ["model=mlp", "data=digits", "run.epochs=1", "run.device=cpu"]
+        assert main(["--out", "x", "--world-size", str(num_ranks), *settings, *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ddpcore train: {says}") and error.count("\n") == 1
+    config = TrainConfig.from_dict({"run": {"epochs": 1}, "model": "mlp", "data": "digits",
+                                    "strategy": {"name": "ssgd", "learners": 2, "transport": "pg"}})  # fmt: skip
+    with pytest.raises(ValueError, match=r"strategy\.transport is 'pg'"):
+        train(config, out="x")
 
 
 def test_fields_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

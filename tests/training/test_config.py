@@ -169,7 +169,7 @@ def with_epochs(name: str, table: Any) -> Any:
         ({"strategy": {"name": "dpsgd", "consensus": {"least": 2}}}, "consensus: least is 2"),
         (
             {"run": {"target": 0.5, "evaluate_every": 0}},
-            "target is 0.5: only an evaluation can reach it, set evaluate_every",
+            "run.target is 0.5: it does nothing without run.evaluate_every, set that or leave it out",
         ),
         ({"strategy": {"topology": "rnig"}}, "unknown topology 'rnig': did you mean 'ring'?"),
         ({"strategy": {"policies": {"momentum": "share"}}}, "policy momentum is 'share'"),
@@ -183,6 +183,25 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], message: str) -> None:
         )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_options_that_would_do_nothing_are_refused() -> None:
+    """And are taken beside what they need."""
+    recalibrates = {"run": {"evaluation_batch_norm": "recalibrate"}}
+    for section, name, value, with_it in (
+        ("optimizer", "gamma", 0.5, {"optimizer": {"schedule": "exponential"}}),
+        ("optimizer", "warmup_start", 0.5, {"optimizer": {"warmup": 1}}),
+        ("run", "statistics_samples", 9, {"run": {"statistics_every": 1}}),
+        ("run", "statistics_hessian", True, {"run": {"statistics_every": 1}}),
+        ("run", "hessian_samples", 9, {"run": {"hessian_every": 1}}),
+        ("run", "hessian_top", 2, {"run": {"hessian_every": 1}}),
+        ("run", "recalibration_batches", 2, recalibrates),
+    ):
+        fields = {"run": {"epochs": 2}, "strategy": {"name": "ssgd", "learners": 2}}
+        fields = merged(fields, {section: {name: value}})
+        with pytest.raises(ValueError, match=f"{section}.{name} is {value!r}: it does nothing without "):
+            TrainConfig.from_dict(fields)
+        assert getattr(getattr(TrainConfig.from_dict(merged(fields, with_it)), section), name) == value
 
 
 def test_to_a_dict_and_back() -> None:

@@ -12,6 +12,7 @@ from ddpcore.records.run import RunRecord
 from ddpcore.training import train
 from ddpcore.training.trainer import Trainer
 from helpers import images as helper
+from helpers.resumed import without_times
 
 LEARNERS = {"learners": 2, "name": "dpsgd", "topology": "ring"}
 
@@ -35,6 +36,23 @@ def test_the_bits_are_those_of_the_long_run(tmp_path: Path, optimizer: dict[str,
     assert [row["train_loss"] for row in record.epochs] == [row["train_loss"] for row in whole.epochs]
     again = train(config(8, optimizer=optimizer), out=tmp_path / "a", dataset=helper.images(), resume=True)
     assert again.final == record.final, "now it is finished"
+
+
+def test_the_record_is_that_of_the_long_run(tmp_path: Path) -> None:
+    """The short run ends inside an epoch, or after one at whose end no evaluation is due: nothing of that end stays."""
+    for number, (steps, run) in enumerate(
+        (
+            (6, {}),
+            (6, {"checkpoint_every": 5, "keep_best": True}),
+            (8, {"evaluate_every": 0}),
+            (4, {"evaluate_every": 2}),
+        )
+    ):
+        out = tmp_path / str(number)
+        train(config(steps, run=run), out=out / "a", dataset=helper.images())
+        record = train(config(14, run=run), out=out / "a", dataset=helper.images(), resume=True)
+        whole = train(config(14, run=run), out=out / "b", dataset=helper.images())
+        assert without_times(record) == without_times(whole), (steps, run)
 
 
 def test_a_run_that_goes_on_has_no_final_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,18 @@ def test_divergence(losses: tuple[float, float], above: float | None, diverged: 
     assert made.diverged is diverged
 
 
+def test_losses_count_as_many_times_as_the_samples_of_a_batch() -> None:
+    """Batches of 3 and 1 samples: a loss of the first learner counts three times."""
+    made, comm = progress()
+    shares_L = torch.tensor([1.5, 0.5])
+    made.add(torch.tensor([1.0, 5.0]), shares_L=shares_L)
+    assert made.check(comm, False, None)[0] == made.end_epoch(comm) == 2.0
+    made.add(torch.tensor([1.0, 5.0]), shares_L=shares_L, only_finite=True)
+    made.add(torch.tensor([math.nan, 5.0]), shares_L=shares_L, only_finite=True)
+    assert made.check(comm, False, None)[0] == pytest.approx((3 + 5 + 5) / 5)
+    assert made.end_epoch(comm) == pytest.approx((3 + 5 + 5) / 5)
+
+
 def test_a_stop_of_one_learner_stops_all() -> None:
     made, comm = progress()
     made.add(torch.ones(2))

@@ -14,6 +14,7 @@ import torch
 
 from ddpcore.training import RunRecord, TrainConfig, train
 from ddpcore.training.config import merged
+from ddpcore.training.trainer import Trainer
 from helpers import images as helper
 from helpers.each import each
 from helpers.resumed import back_to, without_times
@@ -53,6 +54,25 @@ def test_the_same_bits(name: str, tmp_path: Path) -> None:
     assert without_times(resumed) == without_times(through)
     kinds = [json.loads(line)["kind"] for line in resumed.path.read_text().splitlines()]
     assert kinds == ["run", "resume", "epoch", "epoch", "end"]
+
+
+def test_an_error_in_an_evaluation_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the one at the end: the run goes on from the last checkpoint, and ends as one without the error."""
+    config = helper.config(
+        strategy={"learners": 2, "name": "dpsgd"}, run={"checkpoint_every": None, "evaluate_every": 0}
+    )
+    whole = train(config, out=tmp_path / "whole", dataset=helper.images())
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", fails)
+        with pytest.raises(RuntimeError, match="no memory is left"):
+            train(config, out=tmp_path / "run", dataset=helper.images())
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").exists()
+    resumed = train(config, out=tmp_path / "run", dataset=helper.images(), resume=True)
+    assert without_times(resumed) == without_times(whole)
 
 
 def test_checkpoints_change_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_the_loss_is_the_mean_over_steps_and_the_model_the_averaged_one(tmp_path
 @pytest.mark.parametrize("batch_norm", ["average", "recalibrate", "local"])
 def test_the_model_that_is_kept_is_the_one_that_was_scored(batch_norm: str, tmp_path: Path) -> None:
     dataset = helper.images()
-    config = helper.config(helper.PLAIN, run={"evaluation_batch_norm": batch_norm, "recalibration_batches": 2})
+    more = {"recalibration_batches": 2} if batch_norm == "recalibrate" else {}
+    config = helper.config(helper.PLAIN, run={"evaluation_batch_norm": batch_norm, **more})
     record = train(config, out=tmp_path, dataset=dataset)
     model = MODELS.build("lenet5", input_shape=(3, 32, 32), num_classes=4).eval()
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
@@ -83,6 +85,13 @@ def test_it_learns(tmp_path: Path) -> None:
     record = train(config, out=tmp_path, dataset=helper.images())
     assert record.epochs[-1]["train_loss"] < 0.5 * record.epochs[0]["train_loss"]
     assert record.final["best_accuracy"] > 0.9
+
+
+def test_a_target_that_no_split_can_reach_is_refused(tmp_path: Path) -> None:
+    dataset = replace(helper.images(), test=None)
+    with pytest.raises(ValueError, match=r"run.target is 0.5: quarters has no test split, leave it out"):
+        train(helper.config(run={"target": 0.5}), out=tmp_path / "run", dataset=dataset)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_target_ends_the_run(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_resumed_run_says_which_lines_it_dropped(
     assert not RunRecord.read(stopped).problems
     through = run(tmp_path / "through", run={"checkpoint_every": 4})
     assert seen.header["config"] == through.header["config"]
-    assert [row["step"] for row in seen.epochs] == ([4, 6] if number == 0 else [6])
+    assert [row["step"] for row in seen.epochs] == [4, 6], "the checkpoint has what the damaged row had"
     ends = [(out / "model.safetensors").read_bytes() for out in (stopped, tmp_path / "through")]
     assert ends[0] == ends[1]
 

@@ -253,7 +253,7 @@ def test_an_error_of_flatness_does_not_lose_the_training(tmp_path: Path, monkeyp
         ({"run": {"flatness_samples": -1}}, "flatness_samples is -1"),
         (
             {"run": {"escape_loss": 0.5}},
-            "escape_loss is 0.5: the statistics compute the full loss, set statistics_every",
+            "escape_loss is 0.5: it does nothing without run.statistics_every, set that or leave it out",
         ),
     ],
 )
