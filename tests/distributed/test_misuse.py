@@ -293,7 +293,7 @@ def test_float64_is_refused_where_kernels_mix(make_strategy: Any, name: str) -> 
     with pytest.raises(ValueError, match=rf"^{name} mixes float32, .* parameters are float64: call model\.float\(\)"):
         ddpcore.distribute(model, optimizer, make_strategy(), learners=L)
     imaginary = nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(ValueError, match="parameters are complex64: keep their real and imaginary parts apart$"):
+    with pytest.raises(ValueError, match=r"parameters are complex64: keep their real and imaginary parts apart$"):
         ddpcore.distribute(imaginary, torch.optim.SGD(imaginary.parameters(), lr=0.1), make_strategy(), learners=L)
     handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=L)
     handle.model(torch.zeros(L, 3, 5, dtype=torch.float64)).sum().backward()
