@@ -237,10 +237,8 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
         advice = "which second derivatives need: compute this part by other operations of torch"
         raise ValueError(f"torch has no derivative of {found[1]}, {advice}") from error
     if changed := [name for name, vector, version in vectors if vector._version != version]:
-        raise ValueError(
-            f"the spectral_norm of {changed[0]} follows the weights in training mode, and its second derivatives leave "
-            "that out: call model.eval() before, or in the loss"
-        )
+        what = f"the spectral_norm of {changed[0]} follows the weights in training mode"
+        raise ValueError(f"{what}, and its second derivatives leave that out: call model.eval() before, or in the loss")
 
 
 def _singular_vectors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -42,26 +42,22 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     own = torch.cat([torch.stack([weights, states], dim=1), facts.repeat(len(bits), 1)], dim=1)
     everyone = learner.comm.gather(own, step).cpu()
     if (other := _first_other(everyone[:, 2])) is not None:
-        raise RuntimeError(
-            f"the optimizer has {int(everyone[0, 2])} options in its groups on learner 0 and "
-            f"{int(everyone[other, 2])} on learner {other}: add groups on all alike"
-        )
+        what = f"the optimizer has {int(everyone[0, 2])} options in its groups on learner 0"
+        raise RuntimeError(f"{what} and {int(everyone[other, 2])} on learner {other}: add groups on all alike")
     if _first_other(everyone[:, 3]) is not None:
         _name_option(learner, options)
     if everyone[:, 4].any():
         return
     if (other := _first_other(everyone[:, 0])) is not None:
-        raise RuntimeError(
-            f"the weights of learner {other} differ from those of learner 0, and their average of gradients cannot "
-            "bring them together: load states and change weights on all alike (or traits.stays_identical is wrong)"
-        )
+        what = f"the weights of learner {other} differ from those of learner 0"
+        advice = "load states and change weights on all alike (or traits.stays_identical is wrong)"
+        raise RuntimeError(f"{what}, and their average of gradients cannot bring them together: {advice}")
     if (other := _first_other(everyone[:, 1])) is not None:
         sums = learner.comm.gather(_sums_of_states(learner), step).cpu()
         name = flat.names[int((sums[other] != sums[0]).nonzero()[0])]
-        raise RuntimeError(
-            f"the state of the optimizer for {name} on learner {other} differs from that of learner 0, and so will "
-            "weights: load and change states on all alike (or traits.stays_identical is wrong)"
-        )
+        what = f"the state of the optimizer for {name} on learner {other} differs from that of learner 0"
+        advice = "load and change states on all alike (or traits.stays_identical is wrong)"
+        raise RuntimeError(f"{what}, and so will weights: {advice}")
 
 
 def _first_other(column: Tensor) -> int | None:
@@ -79,10 +75,9 @@ def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
         column, are_known = everyone[:, index], are_numbers[:, index].all()
         if (other := _first_other(column)) is not None:
             found = f"{float(column[0]):g} on learner 0 and {float(column[other]):g}"
-            raise RuntimeError(
-                f"{name} is {found if are_known else 'not the same on learner 0 and'} on learner {other}, "
-                "which must stay equal: give all of them the same optimizer, schedule and loaded state"
-            )
+            what = f"{name} is {found if are_known else 'not the same on learner 0 and'} on learner {other}"
+            advice = "give all of them the same optimizer, schedule and loaded state"
+            raise RuntimeError(f"{what}, which must stay equal: {advice}")
     raise RuntimeError("options of the optimizer have other names on learner 0: give all learners the same optimizer")
 
 
@@ -107,10 +102,9 @@ def check_divided(learner: Learner) -> None:
     everyone = learner.comm.gather(torch.stack(sums)[None], learner.step).cpu()
     for index in (everyone != everyone[0]).any(dim=0).nonzero().flatten().tolist()[:1]:
         other = _first_other(everyone[:, index])
-        raise RuntimeError(
-            f"the gradient of {flat.names[index]} on learner {other} is not that of learner 0, and {name} divides its "
-            "work among ranks that have the same gradients: change them on all alike, or set process_group = None"
-        )
+        what = f"the gradient of {flat.names[index]} on learner {other} is not that of learner 0"
+        why = f"{name} divides its work among ranks that have the same gradients"
+        raise RuntimeError(f"{what}, and {why}: change them on all alike, or set process_group = None")
 
 
 def _sum_of_numbers(numbers: Tensor) -> Tensor:

@@ -211,10 +211,8 @@ def digest(named: Iterable[tuple[str, Tensor]]) -> int:
 def check_shared(digests: Iterable[Iterable[int]]) -> None:
     """Raise RuntimeError if the digests of all learners' buffers differ."""
     if len({number for row in digests for number in row}) > 1:
-        raise RuntimeError(
-            "buffers differ in names, sizes or dtypes between learners, or from those at distribute(): register them "
-            "before it, or on all learners alike, or keep each learner's own"
-        )
+        what = "buffers differ in names, sizes or dtypes between learners, or from those at distribute()"
+        raise RuntimeError(f"{what}: register them before it, or on all learners alike, or keep each learner's own")
 
 
 @contextmanager

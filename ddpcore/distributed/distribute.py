@@ -284,15 +284,11 @@ def _check(
     policies.check(strategy)
     policies.check_moments(model, optimizer)
     if scaler is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
-        raise ValueError(
-            f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it: take "
-            "a fused optimizer, ddpcore's or torch's fused=True"
-        )
+        what = f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it"
+        raise ValueError(f"{what}: take a fused optimizer, ddpcore's or torch's fused=True")
     if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
-        raise ValueError(
-            f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients, and under "
-            f"{strategy.name} they differ: leave process_group out"
-        )
+        what = f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients"
+        raise ValueError(f"{what}, and under {strategy.name} they differ: leave process_group out")
     if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
 
@@ -300,7 +296,5 @@ def _check(
 def _check_unused(model: nn.Module) -> None:
     """Refuse a model whose parameters hold the hooks of an earlier call: they would run beside this call's hooks."""
     if guards.is_distributed(model.parameters()):
-        raise ValueError(
-            "the model already serves a distribute() call: make a new one, or continue with a copy of it, the handle's "
-            "evaluation_model()"
-        )
+        advice = "make a new one, or continue with a copy of it, the handle's evaluation_model()"
+        raise ValueError(f"the model already serves a distribute() call: {advice}")

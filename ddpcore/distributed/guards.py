@@ -42,11 +42,9 @@ def check_model(model: nn.Module) -> None:
     """Raise ValueError if weights or buffers of a model cannot be moved, or something else averages or shards it."""
     for name, module in model.named_modules():
         if wrapper := wrapper_of(module):
-            raise ValueError(
-                f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too: "
-                "pass the model without it to distribute(), or one of fully_shard(); a trainer that wraps "
-                "models has a way in ddpcore.integrations"
-            )
+            what = f"{f'module {name}' if name else 'the model'} is wrapped by {wrapper}, which averages or shards too"
+            advice = "pass the model without it to distribute(), or one of fully_shard()"
+            raise ValueError(f"{what}: {advice}; a trainer that wraps models has a way in ddpcore.integrations")
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("a torch.jit model cannot call a strategy: pass the eager model, or one of torch.compile")
     for name, parameter in model.named_parameters():
@@ -104,10 +102,8 @@ def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optim
     """Raise RuntimeError in torch's ``get_state_dict`` for the model of one virtual learner, which names no others."""
     for frame in callers(sys._getframe()):
         if frame.f_code.co_name == "_get_optim_state_dict" and frame.f_locals.get("model") in models:
-            raise RuntimeError(
-                f"the optimizer has the states of {len(models)} learners: pass handle.model to get_state_dict and "
-                "set_state_dict, or save RunState(handle)"
-            )
+            advice = "pass handle.model to get_state_dict and set_state_dict, or save RunState(handle)"
+            raise RuntimeError(f"the optimizer has the states of {len(models)} learners: {advice}")
 
 
 class Hook:
@@ -155,10 +151,8 @@ class StateHook(Hook):
         handle.strategy.restore_weights(learner)
         for frame in callers(sys._getframe(1)) if weight._version != before else ():
             if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in learner.models:
-                raise RuntimeError(
-                    f"the model saves or loads a state in its forward pass, where {handle.strategy.name} has changed "
-                    "the weights: do so after the step"
-                )
+                why = f"{handle.strategy.name} has changed the weights: do so after the step"
+                raise RuntimeError(f"the model saves or loads a state in its forward pass, where {why}")
         if len(values) == 1:  # after a load: the names that the state lacked
             own, lacking = module.named_parameters(remove_duplicate=False), values[0].missing_keys
             learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
@@ -190,10 +184,9 @@ def _check_aliases(model: nn.Module) -> None:
                 if not isinstance(leaf, Tensor) or id(leaf) in parameters or not _is_dense(leaf):
                     continue
                 if leaf.untyped_storage().data_ptr() in storages:
-                    raise ValueError(
-                        f"{f'{prefix}.{name}' if prefix else name} shares memory with a trained parameter, and "
-                        "distribute() moves parameters: make the view in forward(), or after distribute()"
-                    )
+                    what = f"{f'{prefix}.{name}' if prefix else name} shares memory with a trained parameter"
+                    advice = "make the view in forward(), or after distribute()"
+                    raise ValueError(f"{what}, and distribute() moves parameters: {advice}")
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -276,21 +269,16 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None, learners: int |
     ranks, own = set(shards.mesh.mesh.flatten().tolist()), dist.get_rank()
     for name, parameter in named:
         if not ranks.issuperset(mesh_of(parameter).mesh.flatten().tolist()):
-            raise ValueError(
-                f"parameter {name} lies on other ranks than {named[0][0]}: a learner is one mesh, whose ranks hold all "
-                "parameters"
-            )
+            what = f"parameter {name} lies on other ranks than {named[0][0]}"
+            raise ValueError(f"{what}: a learner is one mesh, whose ranks hold all parameters")
     if both := ranks.intersection(dist.get_process_group_ranks(group)) - {own}:
-        raise ValueError(
-            f"parameter {named[0][0]} is sharded or replicated over rank {min(both)} of another learner: shard it over "
-            "the other dimensions, fully_shard(module, mesh=mesh['shard']), and pass group=mesh['learners'] here"
-        )
+        what = f"parameter {named[0][0]} is sharded or replicated over rank {min(both)} of another learner"
+        advice = "fully_shard(module, mesh=mesh['shard']), and pass group=mesh['learners'] here"
+        raise ValueError(f"{what}: shard it over the other dimensions, {advice}")
     for name, module in model.named_modules():
         if hasattr(module, "_get_fsdp_state") and any(one.offload_to_cpu for one in fsdp_parameters(module)):
-            raise ValueError(
-                f"{f'module {name}' if name else 'the model'} keeps its shards on the CPU (CPUOffloadPolicy), and "
-                "learners average where they compute: leave offload_policy out"
-            )
+            what = f"{f'module {name}' if name else 'the model'} keeps its shards on the CPU (CPUOffloadPolicy)"
+            raise ValueError(f"{what}, and learners average where they compute: leave offload_policy out")
     return shards
 
 
@@ -299,10 +287,8 @@ def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_
     if strategy.traits.no_shards:
         raise ValueError(f"{strategy.name}: {strategy.traits.no_shards}")
     if connection.on_failure != "raise":
-        raise ValueError(
-            f"on_failure is {connection.on_failure!r}: a learner is several ranks, and the learner of a dead "
-            "rank cannot go on: leave on_failure out, and begin at the last checkpoint"
-        )
+        why = "the learner of a dead rank cannot go on: leave on_failure out, and begin at the last checkpoint"
+        raise ValueError(f"on_failure is {connection.on_failure!r}: a learner is several ranks, and {why}")
     if scaler is not None:
         raise ValueError("the scaler sees the shards of one rank alone: train shards in bfloat16, without scaler=")
     if on_nonfinite == "quarantine":
@@ -364,10 +350,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if learner.watch._strategy.plan(learner.step).averages_gradients and learner.comm.transport != "virtual":
             for name in ("grad_scale", "found_inf"):  # torch leaves them after an error, and steps would take both
                 vars(optimizer).pop(name, None)
-            raise RuntimeError(
-                "the GradScaler found no gradient on this rank, so it misses the scale and overflows of the average: "
-                "run a backward pass in each step, for an empty batch of scaler.scale(0 * model(x).sum())"
-            )
+            what = "the GradScaler found no gradient on this rank, so it misses the scale and overflows of the average"
+            advice = "run a backward pass in each step, for an empty batch of scaler.scale(0 * model(x).sum())"
+            raise RuntimeError(f"{what}: {advice}")
         return
     if _OTHERS.get(optimizer) == len(parameters):
         return
@@ -380,7 +365,6 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     is_called = watch is not None and watch.has_called(sys._getframe(1))
     if is_called or (own is not None and any(one is own for one in vars(optimizer).values())):
         return
-    raise RuntimeError(
-        f"a {type(optimizer).__name__} that distribute() did not get steps its parameters, so learners would not "
-        f"average: step the {'optimizer' if own is None else type(own).__name__} that it got, and change its options"
-    )
+    what = f"a {type(optimizer).__name__} that distribute() did not get steps its parameters"
+    given = "optimizer" if own is None else type(own).__name__
+    raise RuntimeError(f"{what}, so learners would not average: step the {given} that it got, and change its options")

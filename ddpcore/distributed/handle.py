@@ -118,10 +118,8 @@ class Distributed:
         stacked = losses if isinstance(losses, Tensor) else torch.stack(list(losses))
         num = len(getattr(self.model, "rows", self.models))
         if stacked.shape not in ([(num,)] if num > 1 else [(), (1,)]):
-            raise ValueError(
-                f"losses have shape {tuple(stacked.shape)}: pass one loss for each of {num} learners, such as "
-                "torch.stack([loss(o, y) for o, y in zip(outputs, labels)])"
-            )
+            what = f"losses have shape {tuple(stacked.shape)}: pass one loss for each of {num} learners"
+            raise ValueError(f"{what}, such as torch.stack([loss(o, y) for o, y in zip(outputs, labels)])")
         stacked.sum().backward()
 
     def split(self, *tensors: Tensor, at_once: int | None = None) -> Iterator[tuple[Tensor, ...]]:
@@ -256,7 +254,5 @@ class CopiedHandle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for these
             raise AttributeError(name)
-        raise RuntimeError(
-            "this is a copy of a handle, whose model no strategy trains: call distribute() with the handle's "
-            "evaluation_model(), or save and load RunState(handle)"
-        )
+        advice = "call distribute() with the handle's evaluation_model(), or save and load RunState(handle)"
+        raise RuntimeError(f"this is a copy of a handle, whose model no strategy trains: {advice}")

@@ -211,10 +211,8 @@ class HookedDistributed(Distributed):
         if "format" not in state:  # of version 0.2, whose digest covers attributes that no longer exist
             made_by, here = made_by.rpartition(", settings ")[0], here.rpartition(", settings ")[0]
         if made_by != here:
-            raise ValueError(
-                f"the state is of {state['made_by']} and this is {self._made_by()}: use the same strategy, or load "
-                "only the states of the model and the optimizer"
-            )
+            what = f"the state is of {state['made_by']} and this is {self._made_by()}"
+            raise ValueError(f"{what}: use the same strategy, or load only the states of the model and the optimizer")
 
     def _made_by(self) -> str:
         settings = hashlib.sha256(describe(self.strategy).encode()).hexdigest()[:8]  # short for any matrix
@@ -298,10 +296,8 @@ class HookedDistributed(Distributed):
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
             if given and not parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {flat.names[index % len(flat.segments)]} is frozen here and has a gradient on another "
-                    "learner: freeze it on all of them in the same step"
-                )
+                why = "has a gradient on another learner: freeze it on all of them in the same step"
+                raise RuntimeError(f"parameter {flat.names[index % len(flat.segments)]} is frozen here and {why}")
             if given:
                 parameter.grad = flat.grad_views[index]
 

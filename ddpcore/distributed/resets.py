@@ -110,12 +110,10 @@ class ResetWatch:
         known = Counter(flat.index[key] % num for key in noted)
         for segment in sorted(rows):
             if len(rows[segment]) < known[segment]:
-                raise RuntimeError(
-                    f"parameter {flat.names[segment]}: the gradients of learner "
-                    f"{', '.join(map(str, sorted(rows[segment])))} alone were changed after the backward pass: do what "
-                    "the loop does to a model, such as clipping by min(1, c / norm), for each of handle.models "
-                    f"({_ONE_PASS})"
-                )
+                name, learners = flat.names[segment], ", ".join(map(str, sorted(rows[segment])))
+                what = f"the gradients of learner {learners} alone were changed after the backward pass"
+                advice = "do what the loop does to a model, such as clipping by min(1, c / norm)"
+                raise RuntimeError(f"parameter {name}: {what}: {advice}, for each of handle.models ({_ONE_PASS})")
         return bool(rows)
 
     def hook(self) -> Callable[[Tensor], None]:
@@ -147,11 +145,9 @@ class ResetWatch:
         """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""
         if 0 < len(self._reset) < self._num_rows:
             learners = ", ".join(map(str, sorted(self._reset)))
-            raise RuntimeError(
-                f"gradients of learner {learners} alone were reset after the last step, as zero_grad() of its model "
-                "does, and other learners' gradients add up: call optimizer.zero_grad(), or zero_grad() of each of "
-                "handle.models"
-            )
+            why = "as zero_grad() of its model does, and other learners' gradients add up"
+            advice = "call optimizer.zero_grad(), or zero_grad() of each of handle.models"
+            raise RuntimeError(f"gradients of learner {learners} alone were reset after the last step, {why}: {advice}")
 
 
 def _note(resets: ResetWatch, parameter: Tensor) -> None:
@@ -167,14 +163,10 @@ def refuse_lacking(name: str, lacking: list[int], num_rows: int, *, is_late: boo
     """Raise RuntimeError: these learners had no pass that averages, which others had, or had after the average."""
     rows, others = (", ".join(str(i) for i in range(num_rows) if (i in lacking) is known) for known in (True, False))
     if is_late:
-        raise RuntimeError(
-            f"{name}: the gradients of learner {others} alone were changed by a backward pass after the average, and "
-            f"learner {rows} had none: run one of each ({_ONE_PASS})"
-        )
-    raise RuntimeError(
-        f"{name}: learner {rows} had no backward pass outside of no_sync(), so nothing was averaged: run the last pass "
-        "of each learner outside of it"
-    )
+        what = f"{name}: the gradients of learner {others} alone were changed by a backward pass after the average"
+        raise RuntimeError(f"{what}, and learner {rows} had none: run one of each ({_ONE_PASS})")
+    what = f"{name}: learner {rows} had no backward pass outside of no_sync(), so nothing was averaged"
+    raise RuntimeError(f"{what}: run the last pass of each learner outside of it")
 
 
 def check_modes(models: Sequence[nn.Module], rows: Sequence[Sequence[Tensor]]) -> None:
@@ -205,7 +197,6 @@ def check_norms(norms: list[Tensor], rows: Sequence[Sequence[Tensor]]) -> None:
     total, changes = float(last_SL[0].sum()), last_SL.diff(dim=0).abs().amax(dim=1)
     is_same = bool(((last_SL.sum(dim=1) - total).abs() < 1e-5 * total).all())
     if len(last_SL) == _ALIKE and is_same and bool((changes > 1e-2 * total).all()):
-        raise RuntimeError(
-            f"one norm of the gradients of all learners was {total**0.5:.4g} in {_ALIKE} steps, as clipping leaves it: "
-            "call handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
-        )
+        what = f"one norm of the gradients of all learners was {total**0.5:.4g} in {_ALIKE} steps"
+        advice = "call handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
+        raise RuntimeError(f"{what}, as clipping leaves it: {advice}")

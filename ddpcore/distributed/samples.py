@@ -65,10 +65,9 @@ class SampleWatch:
     def check(self) -> None:
         """RuntimeError: gradients of other numbers were added, or the numbers are others now."""
         if self._passes and (self._is_mixed or any(map(self._is_other, self._flat.parameters))):
-            raise RuntimeError(
-                f"{self._name}: num_samples was another one in another pass of this step, whose gradients are added: "
-                "set it to the samples of all passes, and divide their losses by it, or to None to leave a step out"
-            )
+            what = f"{self._name}: num_samples was another one in another pass of this step"
+            advice = "set it to the samples of all passes, and divide their losses by it"
+            raise RuntimeError(f"{what}, whose gradients are added: {advice}, or to None to leave a step out")
 
     def _is_other(self, parameter: Tensor) -> bool:
         ref, counts, is_sparse = self._passes.get(id(parameter), (None, None, False))

@@ -87,10 +87,9 @@ class Policies:
         for name in self.moments:
             if all(found is not None and name not in found for _, found in kept):
                 parameter, found = kept[0]
-                raise ValueError(
-                    f"policy moments: parameter {names.get(id(parameter), '?')} has no state {name!r}: "
-                    f"{type(optimizer).__name__} keeps {', '.join(found or ()) or 'none'} for it, name one of these"
-                )
+                what = f"policy moments: parameter {names.get(id(parameter), '?')} has no state {name!r}"
+                why = f"{type(optimizer).__name__} keeps {', '.join(found or ()) or 'none'} for it"
+                raise ValueError(f"{what}: {why}, name one of these")
 
 
 class StateSync:

@@ -114,10 +114,8 @@ class LoopWatch:
             return False  # torch.func.grad or vmap
         ddp = DistributedDataParallel._active_ddp_module
         if ddp is not None and not set(self.learner.models).isdisjoint(ddp.modules()):
-            raise RuntimeError(
-                "DistributedDataParallel wraps a model that distribute() trains, so gradients are averaged twice: call "
-                "the model without it"
-            )
+            what = "DistributedDataParallel wraps a model that distribute() trains, so gradients are averaged twice"
+            raise RuntimeError(f"{what}: call the model without it")
         if self._registered != num_registered() or self._ids != list(map(id, map(dict.get, self._owners, self._names))):
             if any(one.f_code is stateless._functional_call.__code__ for one in callers(sys._getframe())):
                 return False  # torch.func.functional_call has replaced the parameters for this pass
@@ -180,10 +178,9 @@ class LoopWatch:
         before, self._sample = self._sample, self._weight_bits()
         self._num_changes += before is not None and not torch.equal(before, self._sample)
         if self._num_changes > 1:
-            raise RuntimeError(
-                "weights were changed between several forward passes without optimizer.step(), where the strategy "
-                "acts: change them by the optimizer that distribute() got, or run such passes under no_grad"
-            )
+            what = "weights were changed between several forward passes without optimizer.step()"
+            advice = "change them by the optimizer that distribute() got, or run such passes under no_grad"
+            raise RuntimeError(f"{what}, where the strategy acts: {advice}")
 
     def _weight_bits(self) -> Tensor:
         return bits_of(self._flat.param_LP, self._columns)
@@ -273,23 +270,18 @@ class LoopWatch:
         """Check the passes of a step. If it averages gradients, it did so or only repeats the last step's averages."""
         averages = self._strategy.plan(self.learner.step).averages_gradients
         if len(self.learner.models) > 1 and not self.has_average and self._is_first_alone(averages):
-            raise RuntimeError(
-                "only the model of learner 0 was called, or parts of it: call handle.model(x) with inputs [learners, "
-                "batch, ...], or each of handle.models"
-            )
+            advice = "call handle.model(x) with inputs [learners, batch, ...], or each of handle.models"
+            raise RuntimeError(f"only the model of learner 0 was called, or parts of it: {advice}")
         is_averaged = self.averaged if self._traits.group == 1 else self.has_average  # a group's learners stay alike
         if averages and not is_averaged and (self.had_pause or self._has_others()):  # shards add up in the same version
             raise RuntimeError(f"{self._strategy.name}: {self._why_not()}")
         if self._is_late:
-            raise RuntimeError(
-                "a backward pass inside no_sync() came after the pass that averages, so its gradients are this "
-                "learner's alone: put no_sync() around the first passes of a step, not around the last one"
-            )
+            what = "a backward pass inside no_sync() came after the pass that averages"
+            advice = "put no_sync() around the first passes of a step, not around the last one"
+            raise RuntimeError(f"{what}, so its gradients are this learner's alone: {advice}")
         if self._traits.acts_in_forward and not self.num_passes:
-            raise RuntimeError(
-                f"{self._strategy.name} acts before a forward pass and saw none in this step: call the model itself, "
-                "not model.forward or a part of it"
-            )
+            what = f"{self._strategy.name} acts before a forward pass and saw none in this step"
+            raise RuntimeError(f"{what}: call the model itself, not model.forward or a part of it")
 
     def _why_not(self) -> str:
         """Why gradients were not averaged."""
@@ -318,10 +310,9 @@ class LoopWatch:
         """
         strategy, plan = self._strategy, self._strategy.plan(self.learner.step)
         if closure is not None and not self._traits.takes_closure:
-            raise RuntimeError(
-                f"{strategy.name} takes no closure: call backward() and then step(); in Lightning take "
-                "ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
-            )
+            what = f"{strategy.name} takes no closure: call backward() and then step()"
+            advice = "take ddpcore.integrations.lightning.GossipStrategy, or set automatic_optimization = False"
+            raise RuntimeError(f"{what}; in Lightning {advice}")
         self.check_parameters()
         self._check_optimized()
         if self.resets is not None and (self.learner.step < FIRST or not self.learner.step % EVERY):
@@ -389,10 +380,8 @@ class LoopWatch:
             return
         places = zip(flat.names * flat.num_rows, zip(*found, strict=True), zip(*known, strict=True), strict=True)
         name = next(name for name, own, place in places if own != place)
-        raise RuntimeError(
-            f"parameter {name} has left the flat buffer (.to(), .t_(), .data =, prune.remove or vector_to_parameters): "
-            "change weights in place, with copy_"
-        )
+        causes = ".to(), .t_(), .data =, prune.remove or vector_to_parameters"
+        raise RuntimeError(f"parameter {name} has left the flat buffer ({causes}): change weights in place, with copy_")
 
     def _check_optimized(self) -> None:
         """Check that the optimizer steps no parameter that was added."""
@@ -401,10 +390,9 @@ class LoopWatch:
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._members:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute(): "
-                        "do that before distribute(), and freeze a parameter by a zero learning rate"
-                    )
+                    what = f"a parameter of shape {list(parameter.shape)} was unfrozen or added after distribute()"
+                    advice = "do that before distribute(), and freeze a parameter by a zero learning rate"
+                    raise RuntimeError(f"{what}: {advice}")
 
     # ---- numbers that are not finite ----
 
@@ -482,10 +470,8 @@ class LoopWatch:
         versions, bits = self._sent
         is_other = versions != list(map(_version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
-            raise RuntimeError(
-                "weights were changed between a forward pass and the next step, while neighbours read them: change "
-                "them after a step, or evaluate under torch.no_grad()"
-            )
+            what = "weights were changed between a forward pass and the next step, while neighbours read them"
+            raise RuntimeError(f"{what}: change them after a step, or evaluate under torch.no_grad()")
 
 
 _MOVED = (

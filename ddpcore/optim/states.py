@@ -275,7 +275,6 @@ def check_rule(own: str | None, index: int, state_dict: dict[str, Any]) -> None:
     states = [state_dict["state"].get(number, {}) for number in loaded["params"]]
     kept = {key for state in states for key, value in state.items() if value is not None}
     if found != own and not kept <= {"step", "master"}:
-        raise ValueError(
-            f"state_dict: the states of group {index} are of variant {found!r} and not {own or 'adamw'!r} (SGD has "
-            "'scaled_lr'): see 'Checkpoints and states of others' in docs/optimizers.md for how to go on"
-        )
+        what = f"state_dict: the states of group {index} are of variant {found!r} and not {own or 'adamw'!r}"
+        advice = "see 'Checkpoints and states of others' in docs/optimizers.md for how to go on"
+        raise ValueError(f"{what} (SGD has 'scaled_lr'): {advice}")

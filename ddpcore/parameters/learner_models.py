@@ -94,10 +94,8 @@ class LearnerModels(nn.Module):
         """
         code = sys._getframe(1).f_code
         if len(self.models) > 1 and code.co_name == "clip_grad_norm_" and code.co_filename == clip_grad.__file__:
-            raise RuntimeError(
-                "clip_grad_norm_ would clip by one norm of the gradients of all learners: call "
-                "handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
-            )
+            advice = "call handle.clip_grad_norm_(max_norm), which clips the gradients of each learner"
+            raise RuntimeError(f"clip_grad_norm_ would clip by one norm of the gradients of all learners: {advice}")
         yield from super().parameters(recurse)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -111,16 +109,12 @@ class LearnerModels(nn.Module):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.dim() == 0 or len(tensor) != num:
-                raise ValueError(
-                    f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners: "
-                    "pass [learners, batch, ...], one mini-batch per learner"
-                )
+                what = f"inputs have {len(tensor) if tensor.dim() else 'no'} rows for {num} learners"
+                raise ValueError(f"{what}: pass [learners, batch, ...], one mini-batch per learner")
         others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)] if len(tensors) < len(leaves) else []
         if hiding := [type(one).__name__ for one in others if any(map(self._has_rows, _parts(one)))]:
-            raise ValueError(
-                f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, also in tuples, lists "
-                "and dicts, as [learners, batch, ...], or call each of handle.models"
-            )
+            advice = "also in tuples, lists and dicts, as [learners, batch, ...], or call each of handle.models"
+            raise ValueError(f"an input of type {hiding[0]} would go whole to each learner: pass its tensors, {advice}")
         in_transform = torch._C._functorch.maybe_current_level() is not None or is_traced()
         modes = torch.overrides._get_current_function_mode_stack()
         in_transform |= any(type(mode).__module__.split(".")[0] not in ("torch", "ddpcore") for mode in modes)
@@ -233,11 +227,9 @@ def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     given = values()
     result = model(*args, **kwargs)
     if Counter(map(id, values())) - Counter(map(id, given)):
-        raise RuntimeError(
-            "a model puts values into a list, dict or object among its inputs, where values of learners are lost or "
-            "mixed: let forward() copy it (batch = dict(batch)) and return what the loop needs, or call each of "
-            "handle.models"
-        )
+        what = "a model puts values into a list, dict or object among its inputs"
+        why = "values of learners are lost or mixed: let forward() copy it (batch = dict(batch))"
+        raise RuntimeError(f"{what}, where {why} and return what the loop needs, or call each of handle.models")
     return result
 
 
