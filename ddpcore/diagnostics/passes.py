@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -242,12 +243,14 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def _singular_vectors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A vector of each spectral norm, which a pass in training mode changes, by the name of the module."""
+    """A vector of each trained spectral norm, which a pass in training mode changes, by the name of the module."""
     for name, module in model.named_modules():
-        if isinstance(module, _SpectralNorm) and hasattr(module, "_u"):
-            yield name, module._u
+        weight = module.original if isinstance(module, ParametrizationList) and hasattr(module, "original") else None
+        for norm in module.children() if isinstance(weight, Tensor) and weight.requires_grad else ():
+            if isinstance(norm, _SpectralNorm) and hasattr(norm, "_u"):
+                yield name, norm._u
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, SpectralNorm):
+            if isinstance(hook, SpectralNorm) and getattr(module, f"{hook.name}_orig").requires_grad:
                 yield name, getattr(module, f"{hook.name}_u")
 
 

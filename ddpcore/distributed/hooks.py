@@ -437,6 +437,7 @@ class _ForwardHook(Hook):
         if handle is None or handle._is_inside or handle.learner.hooks_paused:
             return
         if handle._watch.step_has_failed():
+            handle._watching = handle.observers
             handle.strategy.restore_weights(handle.learner)
         if not torch.is_grad_enabled():
             return  # no check of eval mode: a program may train with frozen batch norm

@@ -4,6 +4,7 @@ Errors name the cause, and come before a step changes any weight. docs/performan
 """
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from types import FrameType
@@ -83,7 +84,8 @@ class LoopWatch:
     def begin_call(self, frame: FrameType) -> bool:
         """``frame`` belongs to a call of ``step()``. Returns whether it is the outermost call."""
         is_outermost = not self.has_called(frame)
-        self._frame = frame if is_outermost else self._frame
+        if is_outermost:
+            self._frame, self._thread = frame, threading.get_ident()
         return is_outermost
 
     def end_call(self, frame: FrameType) -> bool:
@@ -98,7 +100,7 @@ class LoopWatch:
 
     def step_has_failed(self) -> bool:
         """Whether the last call of ``step()`` ended by an exception, which is then forgotten."""
-        if self._frame is None or self.has_called(sys._getframe()):
+        if self._frame is None or self._thread != threading.get_ident() or self.has_called(sys._getframe()):
             return False
         self._frame = None
         return True
@@ -132,7 +134,8 @@ class LoopWatch:
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = num_registered()
-        self._renormalizes = any(getattr(module, "max_norm", None) is not None for module in modules)
+        renormalizing = [module for module in modules if getattr(module, "max_norm", None) is not None]
+        self._renormalized = {id(one) for module in renormalizing for one in module._parameters.values()}
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
@@ -171,7 +174,7 @@ class LoopWatch:
         """
         self.num_passes += 1
         num = self.num_passes
-        if not by_weights or num < 2 or self._renormalizes or self.has_called(sys._getframe()):
+        if not by_weights or num < 2 or self.has_called(sys._getframe()):
             return
         if num > 3 and num & (num - 1):
             return  # compare seldom, because the host waits for the device
@@ -183,7 +186,12 @@ class LoopWatch:
             raise RuntimeError(f"{what}, where the strategy acts: {advice}")
 
     def _weight_bits(self) -> Tensor:
-        return bits_of(self._flat.param_LP, self._columns)
+        """Bits of some weights, without those of embeddings with ``max_norm``."""
+        columns, flat = self._columns, self._flat
+        for one, parameter in zip(flat.segments, flat.parameters, strict=False):  # those of the first learner
+            if id(parameter) in self._renormalized:
+                columns = columns[(columns < one.offset) | (columns >= one.offset + one.numel)]
+        return bits_of(flat.param_LP, columns)
 
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""

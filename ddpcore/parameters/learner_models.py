@@ -21,6 +21,7 @@ from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
+_PLAIN = (str, bytes, int, float, type(None))
 _is_trained = attrgetter("requires_grad")
 _set_versions = torch._C._autograd._unsafe_set_version_counter  # torch's own FSDP2 takes it, too
 
@@ -64,7 +65,8 @@ class LearnerModels(nn.Module):
     def choice(self) -> str:
         """How the models run, and why: ``together: ...`` or ``in turn: ...``."""
         if self._wants_together and not self.runs_together():
-            return "in turn: models have hooks or differ, or are not known to compute the same in vmap"
+            why = "models have hooks, differ, keep a layer or weight twice"
+            return f"in turn: {why}, or are not known to compute the same in vmap"
         return f"{'together' if self._wants_together else 'in turn'}: {self._why}"
 
     def runs_together(self) -> bool:
@@ -165,7 +167,7 @@ class LearnerModels(nn.Module):
             nonlocal values, structure
             state = {**parameters, **buffers}
             values, structure = tree_flatten(
-                _call(lambda *args, **kwargs: functional_call(models[0], state, args, kwargs), args, kwargs)
+                _call(lambda *own, **named: functional_call(models[0], state, own, named), args, kwargs, is_first=False)
             )
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
@@ -175,6 +177,8 @@ class LearnerModels(nn.Module):
         try:
             outputs, buffers = run(stacks, buffers, inputs, named_inputs)
         except RuntimeError as error:
+            if "vmap" not in str(error) or type(error) is not RuntimeError:
+                raise
             reason = str(error).split("\n", 1)[0].removesuffix(".")
             raise RuntimeError(f"{reason} (in torch.func.vmap; learners run in turn with vectorize=False)") from error
         for name, rows in buffers.items():
@@ -199,7 +203,7 @@ class LearnerModels(nn.Module):
             results = []
             for row, model in enumerate(models):
                 args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
-                results.append(_call(model, args, kwargs))
+                results.append(_call(model, args, kwargs, is_first=self.rows.start + row == 0))
         for tensor, _, latest, rows in known.values():
             latest, is_one_memory = max(latest, tensor._version), not tensor.requires_grad
             _take_back(tensor, list(rows.values()))
@@ -217,16 +221,18 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A learner's call. RuntimeError: the model puts values into a container or an object among its inputs."""
+def _call(model: Callable[..., Any], args: Any, kwargs: Any, *, is_first: bool) -> Any:
+    """A learner's call. RuntimeError: the model puts values into a container among its inputs, or into an object.
 
-    def values() -> list[Any]:
-        leaves = tree_leaves((args, kwargs))
-        return leaves + [part for leaf in leaves for part in _parts(leaf)]
-
-    given = values()
+    The first learner may, because an object may compute a value once for all.
+    """
+    given = tree_leaves((args, kwargs))
+    others = [one for one in given if not isinstance(one, Tensor)]
+    objects = [one for one in others if hasattr(one, "__dict__") or isinstance(one, set)]
+    held = [part for one in objects for part in _parts(one)]
     result = model(*args, **kwargs)
-    if Counter(map(id, values())) - Counter(map(id, given)):
+    are_mixed = Counter(id(part) for one in objects for part in _parts(one)) - Counter(map(id, held))
+    if Counter(map(id, tree_leaves((args, kwargs)))) - Counter(map(id, given)) or (are_mixed and not is_first):
         what = "a model puts values into a list, dict or object among its inputs"
         why = "values of learners are lost or mixed: let forward() copy it (batch = dict(batch))"
         raise RuntimeError(f"{what}, where {why} and return what the loop needs, or call each of handle.models")
@@ -254,7 +260,7 @@ def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:
 def _take_back(tensor: Tensor, rows: list[Tensor]) -> None:
     """Give an input the graph of what models have written into its ``rows``, which autograd does not see."""
     if tensor.requires_grad:
-        is_written = not tensor.is_leaf and any(row._version for row in rows)
+        is_written = not (tensor.is_leaf and torch.is_grad_enabled()) and any(row._version for row in rows)
     else:
         is_written = any(row.grad_fn is not None for row in rows)
     if is_written and all(row.shape == tensor.shape[1:] and row.stride() == tensor.stride()[1:] for row in rows):
@@ -269,7 +275,8 @@ def _parts(value: Any, depth: int = 4) -> Iterator[Tensor | np.ndarray]:
     elif depth and not isinstance(value, nn.Module | ModuleType | type):
         items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
         for part in (*items, *getattr(value, "__dict__", {}).values()):
-            yield from _parts(part, depth - 1)
+            if not isinstance(part, _PLAIN):
+                yield from _parts(part, depth - 1)
 
 
 class _Rows(torch.autograd.Function):

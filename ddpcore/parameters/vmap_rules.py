@@ -1,6 +1,7 @@
 """Rules for running virtual learners in one ``torch.func.vmap``: only if it computes the same as in turn."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
@@ -57,7 +58,7 @@ class VmapRules:
         self._getters: list[Callable[[Any], Any]] = []  # of the attributes of each module of a model
         self._num_hooks = -1  # number of others' hooks at the last search for hooks
         self._alike = self._hooked = self._plain = self._have_frozen = False
-        self._is_repeated = False  # whether a module has several names
+        self._is_repeated = False  # whether a module with tensors has several names
         self._loose: list[tuple[nn.Module, nn.Module, str]] = []  # attributes that must be compared for each pass
         self._names: dict[int, str] = {}  # of learner 0's parameters, by id
         self._chain: list[Layer] | None = None
@@ -148,7 +149,9 @@ class VmapRules:
         self._num_hooks = -1
         self._names = {id(parameter): name for name, parameter in self._models[0].named_parameters()}
         first = modules[0]
-        self._is_repeated = len([*self._models[0].named_modules(remove_duplicate=False)]) > len(first)
+        every = [module for _, module in self._models[0].named_modules(remove_duplicate=False)]
+        repeated = [module for module, num in Counter(every).items() if num > 1]
+        self._is_repeated = any(next(chain(one.parameters(), one.buffers()), None) is not None for one in repeated)
         self._alike = all(len(own) == len(first) for own in modules) and self._have_rows() and not _have_views(first)
         pairs = list(zip(first * len(modules), self._modules, strict=True)) if self._alike else []
         self._alike = self._alike and all(_computes_alike(*pair) for pair in pairs)

@@ -26,6 +26,9 @@ def test_spectral_norm(make: Callable[..., nn.Module]) -> None:
         with pytest.raises(ValueError, match=r"spectral_norm of 0\S* follows the weights .* call model.eval\(\)"):
             call()
 
+    frozen = nn.Sequential(make(nn.Linear(6, 8).requires_grad_(False)), nn.Linear(8, 2)).double()
+    assert Hessian(frozen, lambda: frozen(inputs).sin().mean()).trace().value  # its vectors follow no trained weight
+
     def evaluated() -> Tensor:
         """The loss may change the mode."""
         model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -48,14 +49,24 @@ class _Cache:
 
 class _Caches(nn.Linear):
     def forward(self, inputs: Tensor, cache: _Cache, size: int = 0) -> Tensor:
+        if isinstance(cache, _Mask):
+            return super().forward(inputs * cache.mask)
         if cache is not None:
             cache.seen["keys"].append(inputs)
         return super().forward(inputs)
 
 
+class _Mask:
+    """It computes a value once, for all."""
+
+    @cached_property
+    def mask(self) -> Tensor:
+        return torch.ones(4)
+
+
 def test_an_object_that_a_model_fills_is_refused() -> None:
     """Learners would find the values of others there. An object that they only read, or that stays empty, is none."""
-    inputs = torch.randn(2, 3, 4)
+    inputs, cache = torch.randn(2, 3, 4), _Cache()
     for vectorize in (True, False):
         together = learners(_Caches(4, 2), 2, vectorize)
         for context in (torch.enable_grad, torch.no_grad):
@@ -65,6 +76,10 @@ def test_an_object_that_a_model_fills_is_refused() -> None:
             ):
                 together(inputs, _Cache(), size=3)
         assert together(inputs, None, size=3).shape == (2, 3, 2)
+    assert torch.equal(together(inputs, _Mask()), together(inputs, None))
+    with pytest.raises(RuntimeError, match="puts values into"):
+        for rows, size in together.split(inputs, torch.ones(2, 1)):
+            together(rows, cache, size)
 
 
 class _Writes(nn.Linear):
@@ -156,6 +171,10 @@ def test_one_batch_for_all_learners_that_a_model_changes_in_place() -> None:
             assert torch.equal(together(*parts), alone)
             assert torch.equal(torch.cat([together(*rows) for rows in together.split(*parts)]), alone)
             assert torch.equal(batch, inputs)
+    leaf = inputs[None, :, :4].repeat(3, 1, 1).requires_grad_()
+    with torch.no_grad():
+        together(leaf, inputs[None, :, 4:].repeat(3, 1, 1))
+    assert torch.equal(leaf[2], 2 * inputs[:, :4]), "as a model alone changes its input"
 
 
 def test_inputs_that_a_model_changes_in_place() -> None:

@@ -49,7 +49,9 @@ class Changed(Plain):
 
 
 def test_plain_models_run_together() -> None:
-    assert takes_vmap(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)))
+    """Also if they share a layer without weights."""
+    act = nn.GELU()
+    assert takes_vmap(nn.Sequential(nn.Linear(4, 4), act, nn.LayerNorm(4), act))
     assert takes_vmap(Plain())
 
 
@@ -251,6 +253,12 @@ def test_an_error_in_vmap_says_how_models_run_in_turn() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs) if inputs.sum().item() else inputs
 
+    class Full(Plain):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("vmap needs more memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"more memory$"):  # a program may take a smaller batch then
+        learners(Full(), N, True)(torch.ones(N, 3, 4))
     together = learners(Asks(), N, True)
     with pytest.raises(RuntimeError, match=r"vmap.*; learners run in turn with vectorize=False\)$"):
         together(torch.ones(N, 3, 4))

@@ -225,6 +225,18 @@ def test_which_steps_average_what() -> None:
     assert not strategy.traits.stays_identical
 
 
+def test_a_step_by_hand_beside_an_embedding_that_passes_renormalize_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, LocalSGD(3), learners=2)
+    with pytest.raises(RuntimeError, match="weights were changed between several forward passes"):
+        for _ in range(5):
+            handle.model(torch.randint(9, (2, 5))).square().sum().backward()
+            with torch.no_grad():
+                for one in handle.models:
+                    one[1].weight.sub_(0.1 * one[1].weight.grad)
+
+
 def test_a_step_by_hand_is_refused() -> None:
     """It is right with SSGD, and here groups would never meet, local steps never begin, and noise be none or one."""
     noises = [ddpcore.NoisySSGD(0.1, where=where) for where in ("shared", "per_learner")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,29 @@ def test_passes_of_a_step_that_renormalize_an_embedding() -> None:
     for one, plain in zip(handle.models, alone, strict=True):
         for mine, theirs in zip(one.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def test_a_pass_of_another_thread_inside_of_a_step() -> None:
+    """As an actor that plays while a learner trains. The step is whole, and averages."""
+    for strategy in (ddpcore.SSGD(), LocalSGD(2), ddpcore.DPSGD(), ddpcore.PushSum(ddpcore.Ring())):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=2)
+
+        def plays(*args: Any, handle: Any = handle) -> None:
+            with torch.no_grad():
+                handle.models[0](torch.ones(1, 4))
+
+        def starts(*args: Any, plays: Any = plays) -> None:
+            thread = threading.Thread(target=plays)
+            thread.start()
+            thread.join()
+
+        optimizer.register_step_pre_hook(starts)
+        for step in range(1, 5):
+            handle.model(torch.randn(2, 3, 4)).square().sum().backward()
+            optimizer.step()
+            assert handle.learner.step == step
 
 
 @pytest.mark.parametrize("period", [0, -1])
