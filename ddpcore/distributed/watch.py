@@ -193,6 +193,10 @@ class LoopWatch:
                 columns = columns[(columns < one.offset) | (columns >= one.offset + one.numel)]
         return bits_of(flat.param_LP, columns)
 
+    def forget_sample(self) -> None:
+        """Weights were loaded, which is no step by hand."""
+        self._sample = None
+
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
         if self.resets is not None:

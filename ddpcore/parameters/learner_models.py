@@ -167,7 +167,7 @@ class LearnerModels(nn.Module):
             nonlocal values, structure
             state = {**parameters, **buffers}
             values, structure = tree_flatten(
-                _call(lambda *own, **named: functional_call(models[0], state, own, named), args, kwargs, is_first=False)
+                _call(lambda *own, **named: functional_call(models[0], state, own, named), args, kwargs)
             )
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
@@ -203,7 +203,7 @@ class LearnerModels(nn.Module):
             results = []
             for row, model in enumerate(models):
                 args, kwargs = tree_map_only(Tensor, lambda x: _row_of(x, row, known), (inputs, named_inputs))  # noqa: B023
-                results.append(_call(model, args, kwargs, is_first=self.rows.start + row == 0))
+                results.append(_call(model, args, kwargs))
         for tensor, _, latest, rows in known.values():
             latest, is_one_memory = max(latest, tensor._version), not tensor.requires_grad
             _take_back(tensor, list(rows.values()))
@@ -221,18 +221,15 @@ class LearnerModels(nn.Module):
         return tree_unflatten(leaves, flattened[0][1])
 
 
-def _call(model: Callable[..., Any], args: Any, kwargs: Any, *, is_first: bool) -> Any:
-    """A learner's call. RuntimeError: the model puts values into a container among its inputs, or into an object.
-
-    The first learner may, because an object may compute a value once for all.
-    """
+def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A learner's call. RuntimeError: the model puts values into a container or an object among its inputs."""
     given = tree_leaves((args, kwargs))
     others = [one for one in given if not isinstance(one, Tensor)]
     objects = [one for one in others if hasattr(one, "__dict__") or isinstance(one, set)]
     held = [part for one in objects for part in _parts(one)]
     result = model(*args, **kwargs)
     are_mixed = Counter(id(part) for one in objects for part in _parts(one)) - Counter(map(id, held))
-    if Counter(map(id, tree_leaves((args, kwargs)))) - Counter(map(id, given)) or (are_mixed and not is_first):
+    if Counter(map(id, tree_leaves((args, kwargs)))) - Counter(map(id, given)) or are_mixed:
         what = "a model puts values into a list, dict or object among its inputs"
         why = "values of learners are lost or mixed: let forward() copy it (batch = dict(batch))"
         raise RuntimeError(f"{what}, where {why} and return what the loop needs, or call each of handle.models")

@@ -1,5 +1,6 @@
 """Builds the parts of a run from its config: data, schedule, model, optimizer, strategy, trainer."""
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -243,18 +244,16 @@ def build_model(config: TrainConfig, dataset: Dataset, device: torch.device) -> 
     return model.to(memory_format=torch.channels_last) if config.model.channels_last else model  # type: ignore[call-overload]
 
 
-def _check_outputs(model: nn.Module, config: TrainConfig, dataset: Dataset) -> None:
-    """ValueError unless the model scores each class, for each place that has a label. It stays as it is."""
-    device = next(model.parameters()).device
+def _check_outputs(model: nn.Module, config: TrainConfig, dataset: Dataset, device: torch.device) -> None:
+    """ValueError unless a copy of the model scores each class, for each place that has a label."""
+    try:
+        copied = copy.deepcopy(model).eval()
+    except (RuntimeError, TypeError):
+        return  # the first step checks it
     inputs, labels = dataset.train.batch(torch.arange(min(2, len(dataset.train)), device="cpu"), 0)
     wanted = [len(labels), dataset.num_classes, *labels.shape[1:]]
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with as_it_was(model, device), torch.no_grad():
-            outputs = model.eval()(inputs.to(device))
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with as_it_was(copied, device), torch.no_grad():
+        outputs = copied(inputs.to(device))
     found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     if found != wanted:
         raise ValueError(f"model {config.model.name} gives {found} for {len(labels)} samples: it must give {wanted}")
@@ -298,7 +297,7 @@ def build_trainer(
     batches = build_batches(config, dataset)
     torch.manual_seed(config.run.seed)
     model = build_model(config, dataset, placement.device)
-    _check_outputs(model, config, dataset)
+    _check_outputs(model, config, dataset, placement.device)
     schedule = build_schedule(config, batches)
     optimizer = _build_optimizer(config, model, schedule)
     strategy = config.make_strategy()
@@ -454,7 +453,7 @@ def seconds_of(placement: LearnerPlacement, dataset: Dataset, size: int) -> floa
     now = time.perf_counter if link is None else LearnerClock(slow).now
     with torch.random.fork_rng(devices=[]):
         model, found = build_model(placement.config, dataset, placement.device), []
-        _check_outputs(model, placement.config, dataset)
+        _check_outputs(model, placement.config, dataset, placement.device)
         inputs, labels = dataset.train.batch(torch.arange(size, device="cpu"), 0)
         for _ in range(1 + REPEATS):  # the first is a warm-up
             begin = now()

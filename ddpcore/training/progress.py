@@ -134,4 +134,4 @@ class Progress:
 def _mean(losses_n: Tensor, lost_n: Tensor, num_steps: int) -> float:
     """The mean loss over steps and samples, of which each learner has lost some; NaN if all are lost."""
     counted = num_steps - float(lost_n.mean())
-    return float(losses_n.mean()) / counted if counted else math.nan
+    return float(losses_n.mean()) / counted if counted > 1e-9 * num_steps else math.nan  # shares are rounded

@@ -53,7 +53,7 @@ def gzip(content: bytes) -> None:
 
 def npz(content: bytes) -> None:
     path = written("features.npz", content)
-    refuses(lambda: features._read(path, MAX_BYTES, 0))
+    refuses(lambda: features._read(path, MAX_BYTES, 0, None))
 
 
 def surface(content: bytes) -> None:

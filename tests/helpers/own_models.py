@@ -32,9 +32,11 @@ class Counts(nn.Module):
         super().__init__()
         self.layer, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64).eval()
         self.register_buffer("passes", torch.zeros(()))
+        self.is_begun = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes = self.passes + 1 + 0 * random.random() * torch.rand(())
+        self.is_begun = True  # as of a layer that its first batch sets up
         return self.layer(self.norm(inputs.flatten(1)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -49,19 +48,9 @@ class _Cache:
 
 class _Caches(nn.Linear):
     def forward(self, inputs: Tensor, cache: _Cache, size: int = 0) -> Tensor:
-        if isinstance(cache, _Mask):
-            return super().forward(inputs * cache.mask)
         if cache is not None:
             cache.seen["keys"].append(inputs)
         return super().forward(inputs)
-
-
-class _Mask:
-    """It computes a value once, for all."""
-
-    @cached_property
-    def mask(self) -> Tensor:
-        return torch.ones(4)
 
 
 def test_an_object_that_a_model_fills_is_refused() -> None:
@@ -76,7 +65,6 @@ def test_an_object_that_a_model_fills_is_refused() -> None:
             ):
                 together(inputs, _Cache(), size=3)
         assert together(inputs, None, size=3).shape == (2, 3, 2)
-    assert torch.equal(together(inputs, _Mask()), together(inputs, None))
     with pytest.raises(RuntimeError, match="puts values into"):
         for rows, size in together.split(inputs, torch.ones(2, 1)):
             together(rows, cache, size)

@@ -161,7 +161,7 @@ def test_models_and_schedules_are_tried_before_training() -> None:
         build_trainer(LearnerPlacement.of(config, None), digits)
     config, before = images.config(model=f"{own}:Counts", data={"name": "digits"}), random.getstate()
     module = build_trainer(LearnerPlacement.of(config, None), digits).module
-    assert float(module.passes) == 0 and module.training and not module.norm.training
+    assert float(module.passes) == 0 and module.training and not module.norm.training and not module.is_begun
     assert random.getstate() == before
 
 
