@@ -51,7 +51,9 @@ def test_losses_count_as_many_times_as_the_samples_of_a_batch() -> None:
     assert made.check(comm, False, None)[0] == pytest.approx((3 + 5 + 5) / 5)
     assert made.end_epoch(comm) == pytest.approx((3 + 5 + 5) / 5)
     for _ in range(20):  # shares of 5 and 1 samples, whose sums are rounded
-        made.add(torch.full((2,), math.nan), shares_L=torch.tensor([5 / 3, 1 / 3]), only_finite=True)
+        made.add(
+            torch.full((2,), math.nan), shares_L=torch.tensor([5 / 3, 1 / 3], dtype=torch.float64), only_finite=True
+        )
     assert math.isnan(made.check(comm, False, None)[0]) and math.isnan(made.end_epoch(comm))
 
 
