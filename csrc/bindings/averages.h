@@ -239,11 +239,12 @@ struct AverageCall {
         }
         const auto num_rows = static_cast<int64_t>(rows.size());
         STD_TORCH_CHECK(size > 0 && num_rows % size == 0, "ddpcore: size must divide the number of rows, ", num_rows);
+        const auto row_bytes = static_cast<int64_t>(numel * like.element_size());
         std::vector<void*> sorted = rows;
         std::sort(sorted.begin(), sorted.end());
         for (size_t i = 1; i < sorted.size(); ++i) {
             STD_TORCH_CHECK(
-                static_cast<char*>(sorted[i]) - static_cast<char*>(sorted[i - 1]) >= numel * like.element_size(),
+                static_cast<char*>(sorted[i]) - static_cast<char*>(sorted[i - 1]) >= row_bytes,
                 "ddpcore: rows must not overlap in memory, because each is overwritten: pass copies of them");
         }
         partials = new_sums(like, {num_blocks_of(numel), num_rows});
