@@ -462,7 +462,7 @@ class _ForwardHook(Hook):
         ran |= set(map(id, models)) if handle._is_inside else {id(module)}
         if is_new:
             handle.before_forward()
-        elif handle.strategy.traits.acts_in_forward:  # a state that was read since then has no noise, nor have weights
+        elif handle.strategy.traits.acts_in_forward:  # a read of a state may have removed the noise
             handle.strategy.before_forward(handle.learner)
 
 

@@ -201,8 +201,8 @@ class LoopWatch:
         """A new step begins, or other states were loaded."""
         if self.resets is not None:
             self.resets.restart()
-        self.num_passes = self._num_changes = 0  # forward passes of this step that record gradients; of weights
-        self._sample = None
+        self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
+        self._num_changes = 0  # how often the weights were others than in an earlier pass of this step
         self.asks_average = False  # whether it had a sync() inside no_sync(), where other ranks average
         self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average

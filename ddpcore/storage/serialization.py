@@ -58,12 +58,12 @@ def copy_of(state: Any) -> Any:
 
 
 def versions_of(state: Any) -> Any:
-    """The versions of the modules in a model's state, by which a module converts an older state. A file needs them."""
+    """The versions of a model's modules, from its state: torch has them in an attribute, which files do not keep."""
     return copy_of(getattr(state, "_metadata", None))
 
 
 def versioned(state: Mapping[str, Any], versions: Any) -> Any:
-    """A copy of a model's state with the versions of its modules."""
+    """A copy of a model's state with the versions of its modules, by which these convert older states."""
     result: Any = OrderedDict(copy_of(state))  # torch copies weights and buffers only when it loads
     result._metadata = versions
     return result

@@ -69,6 +69,34 @@ def test_passes_of_a_step_that_renormalize_an_embedding() -> None:
             torch.testing.assert_close(mine, theirs)
 
 
+def test_sharpness_aware_minimization_with_micro_batches() -> None:
+    """The weights move once between the passes of a step: no step by hand, and the learners are those alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), LocalSGD(9), learners=2)
+    sides = [(list(handle.models), [handle.learner.optimizer])]
+    sides.append((alone, [torch.optim.SGD(one.parameters(), lr=0.1) for one in alone]))
+    for batches in torch.randn(4, 3, 2, 5, 4):  # steps, micro-batches, learners
+        for models, optimizers in sides:
+            before = [copy.deepcopy(one.state_dict()) for one in models]
+            for _ in range(2):
+                for batch in batches:
+                    sum(one(x).square().sum() for one, x in zip(models, batch, strict=True)).backward()
+                with torch.no_grad():
+                    for parameter in (parameter for one in models for parameter in one.parameters()):
+                        parameter.add_(parameter.grad, alpha=0.01)
+            with torch.no_grad():
+                for one, state in zip(models, before, strict=True):
+                    for name, parameter in one.named_parameters():
+                        parameter.copy_(state[name])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for one, plain in zip(handle.models, alone, strict=True):
+        torch.testing.assert_close(one.weight, plain.weight)
+
+
 def test_a_pass_of_another_thread_inside_of_a_step() -> None:
     """As an actor that plays while a learner trains. The step is whole, and averages."""
     for strategy in (ddpcore.SSGD(), LocalSGD(2), ddpcore.DPSGD(), ddpcore.PushSum(ddpcore.Ring())):
