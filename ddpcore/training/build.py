@@ -379,13 +379,13 @@ def forward_work(config: TrainConfig, dataset: Dataset, num_ranks: int) -> float
     """
     num_samples = max(1, config.data.batch_size // (num_ranks * config.data.accumulation))
     dtype = torch.int64 if dataset.has_tokens else torch.float32
-    inputs = torch.zeros(1, *dataset.input_shape, dtype=dtype, device="cpu")
+    inputs = torch.zeros(2, *dataset.input_shape, dtype=dtype, device="cpu")  # BatchNorm may refuse one
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = build_model(config, dataset, torch.device("cpu")).eval()
         products = 2 * sum(parameter.numel() for parameter in model.parameters())  # of most models the least
         if num_samples * products < LEAST_WORK:
-            products = max(products, _products(model, inputs))
-    return float(num_samples * (products + PER_INPUT * inputs.numel()))
+            products = max(products, _products(model, inputs) // len(inputs))
+    return float(num_samples * (products + PER_INPUT * inputs[0].numel()))
 
 
 def _products(model: nn.Module, inputs: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from ddpcore.training import TrainConfig, train
 from ddpcore.training.build import LEAST_WORK, build_model, forward_work, read_dataset, threads_for
@@ -41,6 +42,25 @@ def test_work_of_convolutions():
     dataset = read_dataset(config, first=True)
     weights = sum(p.numel() for p in build_model(config, dataset, torch.device("cpu")).parameters())
     assert forward_work(config, dataset, 1) > 5 * 32 * 2 * weights  # a weight of a convolution is used at each place
+
+
+class OfTheBatch(nn.Module):
+    """Normalizes with the statistics of the batch also in evaluation, which one sample does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.BatchNorm1d(50, track_running_stats=False))
+        self.head = nn.Linear(50, 10)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def test_a_model_that_normalizes_by_the_batch_has_two_samples(tmp_path):
+    config = config_of(name=f"{__name__}:{OfTheBatch.__name__}")
+    work = 2 * (64 * 50 + 50 * 10) + 20 * 64
+    assert forward_work(config, read_dataset(config, first=True), 1) >= 128 * work
+    assert train(config, out=tmp_path / "run").final["step"] == 2
 
 
 @pytest.mark.parametrize(("hidden", "threads"), [([50, 50], 1), ([1024, 1024], 2)])
