@@ -36,10 +36,10 @@ class LearnerModels(nn.Module):
             where that is faster. A chain is an ``nn.Sequential`` of linear layers, ``nn.Flatten`` and activations by
             element: it computes one product a layer for all learners, with the same bits. On a CPU that takes batches
             whose rows are aligned, a multiple of 16 samples in float32. Other batches, and models of classes
-            that set ``vectorizes = True`` beside their ``forward``, of normalisations of samples and of softmax, run
-            together if they are many and small (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`), in
-            ``torch.func.vmap`` if they are no chain. True runs any models together. Models with hooks or
-            parametrizations always run in turn.
+            that set ``vectorizes = True`` beside a ``forward`` without ``torch.autocast`` (vmap ignores it), of
+            normalisations of samples and of softmax, run together if they are many and small
+            (:func:`~ddpcore.parameters.vmap_rules.choice_by_shape`), in ``torch.func.vmap`` if they are no chain. True
+            runs any models together. Models with hooks or parametrizations always run in turn.
     """
 
     def __init__(self, models: Sequence[nn.Module], flat: FlatParameters, vectorize: bool | None = None) -> None:
