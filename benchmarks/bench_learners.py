@@ -6,7 +6,10 @@ FusedSGD with momentum, 32 samples a learner. All ways run in turn, A/B/A/B, on 
 whole steps; LocalSGD averages in the share of its steps that its period says. Times are those that the processor spent
 on this thread, because other programs on a busy machine then disturb less.
 
-PYTHONPATH=. python benchmarks/bench_learners.py [--rows mlp2048-2] [--ways default vmap in-turn] [--json FILE]
+PYTHONPATH=. python benchmarks/bench_learners.py [--rows ROW ...] [--ways default vmap in-turn by-learner] [--json FILE]
+
+``by-learner`` runs forward and backward pass of one learner after those of another, by ``handle.split``, so that the
+activations of one live at once; ``in-turn`` runs the forward passes of all, and then one backward pass.
 """
 
 from __future__ import annotations
@@ -31,24 +34,27 @@ from ddpcore.runtime.timing import quantiles
 from ddpcore.training.trainer import learner_losses
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {"dpsgd": lambda: DPSGD(Ring()), "local_sgd": LocalSGD, "ssgd": SSGD}
-WAYS = {"default": None, "vmap": True, "in-turn": False}
+WAYS = {"default": None, "vmap": True, "in-turn": False, "by-learner": False}
 PIXELS = {32: 64, 128: 64, 512: 64, 1024: 64, 2048: 784}  # inputs of an mlp, by the width of its two hidden layers
 ROWS = ["simplenet-256", "simplenet-1024", *(f"mlp{width}-{num}" for width in (32, 128, 512, 1024) for num in (4, 16))]
 ROWS.append("mlp2048-2")
+IMAGES = ["lenet5-8", "resnet18-4"]  # not in the table of the defaults: how much time the memory of one learner costs
 FEW_SAMPLES = {"simplenet-1024": 2}  # a learner
 WARM_UP = 3
 
 Step = Callable[[], None]
 
 
-def model_of(row: str) -> tuple[nn.Module, int, int, int]:
-    """Model, number of its inputs, number of classes, and L."""
+def model_of(row: str) -> tuple[nn.Module, tuple[int, ...], int, int]:
+    """Model, shape of a sample, number of classes, and L."""
     name, num = row.split("-")
     torch.manual_seed(0)
     if name == "simplenet":
-        return MODELS.build("simplenet"), 10, 2, int(num)
+        return MODELS.build("simplenet"), (10,), 2, int(num)
+    if row in IMAGES:
+        return MODELS.build(name, input_shape=(3, 32, 32)), (3, 32, 32), 10, int(num)
     width = int(name.removeprefix("mlp"))
-    return MODELS.build("mlp", input_shape=(PIXELS[width],), hidden=[width, width]), PIXELS[width], 10, int(num)
+    return MODELS.build("mlp", input_shape=(PIXELS[width],), hidden=[width, width]), (PIXELS[width],), 10, int(num)
 
 
 def optimizer_of(model: nn.Module) -> FusedSGD:
@@ -90,16 +96,17 @@ def by_phases(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> S
 
 
 def virtual(
-    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, strategy: Strategy, way: Any
+    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, strategy: Strategy, way: str
 ) -> tuple[Step, Any]:
     """A step of L virtual learners, and their handle."""
     own = copy.deepcopy(model)
     optimizer = optimizer_of(own)
-    handle = distribute(own, optimizer, strategy, learners=len(inputs), vectorize=way)
+    handle = distribute(own, optimizer, strategy, learners=len(inputs), vectorize=WAYS[way])
 
     def step() -> None:
         optimizer.zero_grad()
-        handle.backward(learner_losses(handle.model(inputs), labels, stacked=True))
+        for x, y in handle.split(inputs, labels, at_once=1 if way == "by-learner" else len(inputs)):
+            handle.backward(learner_losses(handle.model(x), y, stacked=True))
         optimizer.step()
 
     return step, handle
@@ -115,14 +122,14 @@ def sample(step: Step, num: int) -> float:
 
 def measure(row: str, ways: list[str], seconds: float) -> list[dict[str, Any]]:
     """A result for each strategy and way, and first the plain loop."""
-    model, num_inputs, classes, num = model_of(row)
+    model, shape, classes, num = model_of(row)
     batch = FEW_SAMPLES.get(row, 32)
-    inputs, labels = torch.randn(num, batch, num_inputs), torch.randint(classes, (num, batch))
+    inputs, labels = torch.randn(num, batch, *shape), torch.randint(classes, (num, batch))
     steps: list[Step] = [plain(model, inputs, labels), by_phases(model, inputs, labels)]
     names, handles = [("plain loop", ""), ("by phases", "")], [None, None]
     for strategy, make in STRATEGIES.items():
         for way in ways:
-            step, handle = virtual(model, inputs, labels, make(), WAYS[way])
+            step, handle = virtual(model, inputs, labels, make(), way)
             steps.append(step)
             handles.append(handle)
             names.append((strategy, way))
@@ -148,7 +155,7 @@ def measure(row: str, ways: list[str], seconds: float) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=[*ROWS, *IMAGES])
     parser.add_argument("--ways", nargs="+", default=["default"], choices=list(WAYS))
     parser.add_argument("--seconds", type=float, default=15.0, help="of each row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the results, one JSON object a line")

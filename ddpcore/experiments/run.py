@@ -176,7 +176,7 @@ def _train(job: Job, world: World | None, datasets: Datasets, on_record: OnRecor
         "curves": curves_of(record),
         "total_seconds": record.final["total_seconds"],
         "cores": min(part["cores"] for part in parts),
-        **{key: record.header[key] for key in ("ddpcore", "communication")},
+        **{key: record.header.get(key) for key in ("ddpcore", "communication", "threads")},
         **{
             key: ", ".join(dict.fromkeys(part[key] for part in parts if part.get(key))) or None
             for key in ("device", "torch", "commit")
