@@ -230,7 +230,11 @@ def _run_rank(
     if backend == "none":
         worker(world, *args)
         return
-    dist.init_process_group(backend, timeout=timedelta(seconds=max(timeout, START_SECONDS)), **store)
+    seconds = max(timeout, START_SECONDS)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **store)
+    except dist.DistStoreError as error:
+        raise TimeoutError(f"a rank did not start within {seconds:g} s: see what it printed, or raise timeout") from error
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
     worker(world, *args)

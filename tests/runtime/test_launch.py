@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddpcore.runtime import launch
 from ddpcore.runtime.launch import World, torchrun_world
@@ -355,3 +356,11 @@ def test_ctrl_c_ends_all(training: tuple[Launcher, subprocess.Popen[str]]) -> No
     assert process.returncode != 0
     assert errors.count("Traceback") <= 1, "a rank reported the interrupt as its own failure"
     assert not launcher.wait_until_gone(5)
+
+
+def test_a_rank_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "START_SECONDS", 0.5)
+    world, store = World(world_size=2), dist.HashStore()
+    with pytest.raises(TimeoutError, match=r"a rank did not start within 0\.5 s: see what it printed"):
+        launch._run_rank(print, (), "gloo", 0.5, world, store=store, rank=0, world_size=2)
+    assert not dist.is_initialized()

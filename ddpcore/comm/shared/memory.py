@@ -79,21 +79,31 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-_own: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # buffers of this process, descriptors
+_own: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # buffers of this process
+_copies: list[tuple[mmap.mmap, mmap.mmap]] = []  # of a fork that is under way: each buffer, and what it holds
+
+
+def _copy_own() -> None:
+    """Before a fork: later writes of this process reach its pages, and the forked one must not read them."""
+    for mapped in list(_own):
+        _copies.append((mapped, mmap.mmap(-1, len(mapped), flags=mmap.MAP_PRIVATE)))
+        memoryview(_copies[-1][1])[:] = memoryview(mapped)
 
 
 def _make_private() -> None:
-    """In a forked process: its writes to the buffers of its parent become its own, as with ordinary memory."""
+    """In a forked process: ordinary memory takes the place of the buffers, with what they held at the fork."""
     library = ctypes.CDLL(None)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    fixed = 0x10  # MAP_FIXED: in the place of the shared pages
-    for mapped, descriptor in list(_own.items()):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        library.mmap(address, len(mapped), mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | fixed, descriptor, 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: in the place of the shared pages
+    for mapped, copy in _copies:
+        there, here = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (mapped, copy))
+        library.mmap(there, len(mapped), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        ctypes.memmove(there, here, len(mapped))
+    _copies.clear()
 
 
-os.register_at_fork(after_in_child=_make_private)
+os.register_at_fork(before=_copy_own, after_in_parent=_copies.clear, after_in_child=_make_private)
 
 
 class HostMemory(Memory):
@@ -103,7 +113,7 @@ class HostMemory(Memory):
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = create_file(num_bytes)
         mapped = map_file(descriptor, num_bytes, ours=True)
-        _own[mapped] = descriptor
+        _own.add(mapped)
         weakref.finalize(mapped, os.close, descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8), str(descriptor).encode()
 

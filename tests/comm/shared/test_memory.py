@@ -30,3 +30,20 @@ def test_buffers_are_written_by_both_sides() -> None:
     assert not own.any() and own.dtype == torch.uint8
     own[3], other[4] = 7, 9
     assert (other[3], own[4]) == (7, 9)
+
+
+def test_a_fork_keeps_what_the_buffers_held() -> None:
+    """A process that saves the weights, or a data loader that reads them, has those of the fork, as of ordinary memory."""
+    own, _ = HostMemory().allocate(10000)
+    own.fill_(1)
+    (reads, writes), array = os.pipe(), own.numpy()
+    child = os.fork()
+    if not child:
+        os.read(reads, 1)
+        was = array.tobytes() == b"\1" * 10000
+        array[:5000] = 3
+        os._exit(0 if was and array.tobytes() == b"\3" * 5000 + b"\1" * 5000 else 1)
+    own.fill_(2)
+    os.write(writes, b".")
+    assert os.waitpid(child, 0)[1] == 0
+    assert own.eq(2).all()
