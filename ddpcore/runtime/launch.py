@@ -234,7 +234,8 @@ def _run_rank(
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **store)
     except dist.DistStoreError as error:
-        raise TimeoutError(f"a rank did not start within {seconds:g} s: see what it printed, or raise timeout") from error
+        what = f"a rank did not start within {seconds:g} s"
+        raise TimeoutError(f"{what}: see what it printed, or raise timeout") from error
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
     worker(world, *args)

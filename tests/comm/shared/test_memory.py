@@ -33,7 +33,7 @@ def test_buffers_are_written_by_both_sides() -> None:
 
 
 def test_a_fork_keeps_what_the_buffers_held() -> None:
-    """A process that saves the weights, or a data loader that reads them, has those of the fork, as of ordinary memory."""
+    """A forked process that saves the weights, or a data loader, has those of the fork, as of ordinary memory."""
     own, _ = HostMemory().allocate(10000)
     own.fill_(1)
     (reads, writes), array = os.pipe(), own.numpy()
