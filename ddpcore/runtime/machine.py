@@ -54,13 +54,12 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    git = ["git", "-C", str(root)]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        found = subprocess.run(["git", "-C", str(root), *describe], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    return found.stdout.strip()
 
 
 def free_memory(device: str) -> float:
