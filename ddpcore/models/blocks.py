@@ -12,10 +12,6 @@ Sizes = Sequence[int]
 IMAGE = (3, 32, 32)
 
 
-class Chain(nn.Sequential):
-    """Applies its submodules one after the other, in the order in which they were assigned."""
-
-
 def conv_norm(
     channels_in: int, channels_out: int, kernel_size: int = 1, *, stride: int = 1, groups: int = 1, bias: bool = False
 ) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
@@ -74,7 +70,7 @@ class PooledHead(nn.Module):
         return self.linear(inputs.mean(dim=(2, 3)))
 
 
-class ImageChain(Chain):
+class ImageChain(nn.Sequential):
     """Layers for images of 32 x 32 pixels, whose output has so many channels, then pooling and a linear layer."""
 
     input_shapes = (IMAGE,)

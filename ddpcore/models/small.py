@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, Shape, Sizes
+from ddpcore.models.blocks import Shape, Sizes
 from ddpcore.options.typed import check_range
 
 
-class MLP(Chain):
+class MLP(nn.Sequential):
     """784-H1-...-C with ReLU; inputs [B, 1, 28, 28] or [B, 784] to logits [B, C]. Or 64-H1-...-C, for 8 x 8 pixels.
 
     `hidden` are the widths of the hidden layers, each at least 1.
@@ -38,7 +38,7 @@ class MLP(Chain):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
 
-class SimpleNet(Chain):
+class SimpleNet(nn.Sequential):
     """10-50-C with ReLU; inputs [B, 10] to logits [B, C]."""
 
     input_shapes = ((10,),)
@@ -49,7 +49,7 @@ class SimpleNet(Chain):
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
 
 
-class MnistCNN(Chain):
+class MnistCNN(nn.Sequential):
     """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C]."""
 
     input_shapes = ((1, 28, 28),)
@@ -62,7 +62,7 @@ class MnistCNN(Chain):
         self.layers = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Linear(16 * height * width, num_classes))
 
 
-class SimpleCNN(Chain):
+class SimpleCNN(nn.Sequential):
     """3 x 3 convolutions with 4 and 8 filters, each with ReLU and 2 x 2 max pooling, 32 units and the logits.
 
     Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. With padding=0 each convolution removes a border of one
@@ -90,7 +90,7 @@ class SimpleCNN(Chain):
         )
 
 
-class LeNet5(Chain):
+class LeNet5(nn.Sequential):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling. Dropout follows the first
