@@ -66,11 +66,10 @@ def free_memory(device: str) -> float:
     """Bytes that can be allocated; infinity if the system does not report them."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return math.inf if found is None else 1024.0 * int(found[1])
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024.0 * int(found[1])
+    return math.inf
 
 
 def check_memory(what: str, needed: float, device: str, advice: str) -> None:
