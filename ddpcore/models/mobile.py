@@ -63,16 +63,14 @@ class InvertedResidual(nn.Module):
     There are ``expansion`` times as many hidden channels as input channels. A ``gate`` acts before the input is added.
     """
 
-    def __init__(
-        self, channels_in: int, channels_out: int, expansion: int, stride: int, gate: nn.Module | None = None
-    ) -> None:
+    def __init__(self, channels_in: int, channels_out: int, expansion: int, stride: int, *gate: nn.Module) -> None:
         super().__init__()
         hidden = expansion * channels_in
         self.residual = nn.Sequential(
             *conv_norm_relu(channels_in, hidden),
             *conv_norm_relu(hidden, hidden, 3, stride=stride, groups=hidden),
             *conv_norm(hidden, channels_out),
-            *(() if gate is None else (gate,)),
+            *gate,
         )
         self.shortcut = parts.shortcut(channels_in, channels_out, 1) if stride == 1 else None
 
