@@ -121,7 +121,7 @@ class Buffers:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._known: dict[int, tuple[range, dict[int, Tensor]]] = {}  # addresses of own bytes, and others' bytes by rank
+        self._known: dict[int, tuple[range, dict[int, Tensor]]] = {}  # addresses of own bytes, others' bytes by rank
         self._numbers = count()
 
     def add(self, own: Tensor, views: Mapping[int, Tensor]) -> None:
