@@ -26,8 +26,8 @@ TITLES = {
 }
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
-Cells = Mapping[str, Any]  # the cell of each row
 """The (value, row) of each line by its name, in the order of the values."""
+Cells = Mapping[str, Any]  # the cell of each row
 
 
 def study_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:

@@ -27,7 +27,6 @@ _OF_EPOCHS = {
 }
 _SPREAD = "Several seeds are one curve: their mean, with a band from the smallest to the largest."
 _INTERVALS = "The band of a single run is the recorded interval. Where one end is open, there is no band."
-_DISTANCE = "distance from the mean"
 _ROUNDING = 1e-5  # a consensus distance below this part of the largest one is not drawn
 Rows = Callable[[Run], Sequence[dict[str, Any]]]
 Value = Callable[[dict[str, Any]], Any]
@@ -127,7 +126,7 @@ def _distance_chart(title: str, series: Sequence[Series]) -> Chart:
     kept = [one for one, most in zip(series, largest, strict=True) if most >= _ROUNDING * max(largest)]
     left_out = ", ".join(one.name for one in series if one not in kept)
     note = f"Not drawn, because it is below {_ROUNDING:g} of the largest: {left_out}." if left_out else ""
-    return _chart(title, "step", _DISTANCE, kept, True, note)
+    return _chart(title, "step", "distance from the mean", kept, True, note)
 
 
 def _statistics(groups: Sequence[Group]) -> Section:
