@@ -21,13 +21,7 @@ class MLP(nn.Sequential):
     input_shapes = ((1, 28, 28), (784,), (1, 8, 8), (64,))
     num_classes = 10
 
-    def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        hidden: Sequence[int] | int = (50, 50),
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, hidden: Sequence[int] | int = (50, 50)) -> None:
         super().__init__()
         widths = (prod(input_shape), *((hidden,) if isinstance(hidden, int) else hidden))
         if min(widths) < 1:
@@ -44,7 +38,7 @@ class SimpleNet(nn.Sequential):
     input_shapes = ((10,),)
     num_classes = 2
 
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
 
@@ -55,7 +49,7 @@ class MnistCNN(nn.Sequential):
     input_shapes = ((1, 28, 28),)
     num_classes = 10
 
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
         super().__init__()
         channels, height, width = input_shape
         convolution = nn.Conv2d(channels, 16, kernel_size=3, padding=1)
@@ -72,9 +66,7 @@ class SimpleCNN(nn.Sequential):
     input_shapes = ((3, 32, 32), (1, 28, 28))
     num_classes = 10
 
-    def __init__(
-        self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes, *, padding: int = 1
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, padding: int = 1) -> None:
         super().__init__()
         if padding not in (0, 1):
             raise ValueError(f"padding is {padding}, it must be 0 or 1")
@@ -101,12 +93,7 @@ class LeNet5(nn.Sequential):
     num_classes = 10
 
     def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        widths: Sizes = (6, 16, 120, 84),
-        dropout: float = 0.5,
+        self, input_shape: Shape, num_classes: int, *, widths: Sizes = (6, 16, 120, 84), dropout: float = 0.5
     ) -> None:
         super().__init__()
         if len(widths) != 4 or min(widths) < 1:
@@ -144,14 +131,7 @@ class Saddle(nn.Module):
     any_size = True
     vectorizes = True
 
-    def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        escape: float = 0.1,
-        radius: float = 1e-8,
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, escape: float = 0.1, radius: float = 1e-8) -> None:
         super().__init__()
         if input_shape[0] % 2:
             raise ValueError(f"samples of {input_shape[0]} numbers are no p and q of one length: take an even number")
@@ -183,13 +163,7 @@ class SpeechLSTM(nn.Module):
     any_size = True
 
     def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        depth: int = 6,
-        width: int = 512,
-        bottleneck: int = 256,
+        self, input_shape: Shape, num_classes: int, *, depth: int = 6, width: int = 512, bottleneck: int = 256
     ) -> None:
         super().__init__()
         if min(depth, width, bottleneck) < 1:

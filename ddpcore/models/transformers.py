@@ -30,8 +30,8 @@ class ViT(nn.Module):
 
     def __init__(
         self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape,
+        num_classes: int,
         *,
         patch_size: int = 4,
         width: int = 128,
@@ -101,8 +101,8 @@ class ByteTransformer(nn.Module):
 
     def __init__(
         self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape,
+        num_classes: int,
         *,
         width: int = 64,
         depth: int = 2,
