@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Exchange, Work
-from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
+from ddpcore.runtime.launch import TIMEOUT_SECONDS
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
