@@ -92,11 +92,6 @@ class Lane:
         self.rows = self.comm.allocate((1, numel), torch.float32, device)  # in memory that the transport prefers
         self.num_steps = 0
 
-    def fill(self) -> None:
-        """Set the values that :func:`num_wrong` checks."""
-        for piece, values in pieces(self.rows[0]):
-            piece.copy_(values + self.comm.learners[0])
-
 
 def pieces(row: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """The pieces of a row, each with its pattern. A row is checked piece by piece to save memory."""
@@ -199,8 +194,9 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
     """One row for each lane; lanes take turns. Collective."""
     wrong, once = [], []
     for lane in lanes:
-        lane.fill()
         rank, world_size = lane.comm.learners[0], lane.comm.num_learners
+        for piece, values in pieces(lane.rows[0]):  # num_wrong() checks these values
+            piece.copy_(values + rank)
         offsets = operation.offsets(rank, world_size, lane.num_steps)
         found = operation.call(lane)
         wrong.append(sum(num_wrong(row, offset) for row, offset in zip(found, offsets, strict=True)))

@@ -11,11 +11,11 @@ from typing_extensions import override
 
 from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
 from ddpcore.comm.connect import BACKENDS
-from ddpcore.display.chart import PLOT, check_plot
+from ddpcore.display.chart import PLOT, Plotted
 from ddpcore.models import MODELS
 from ddpcore.optim.registry import OPTIMIZERS
 from ddpcore.options.command_line import SETTINGS
-from ddpcore.options.fields import check, field, get, parse_settings
+from ddpcore.options.fields import field, get, parse_settings
 from ddpcore.options.typed import suggest
 from ddpcore.strategies.base import Baseline, Plan, Strategy, Traits, check_on_nonfinite, check_transport
 from ddpcore.strategies.registry import STRATEGIES, is_baseline
@@ -57,7 +57,7 @@ class Silent(Strategy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Plotted):
     """Options of a command. The docstring of a subclass is the description of its command.
 
     The constructor checks all that can be checked before data are read and ranks start. ValueError, in one line, gives
@@ -67,10 +67,6 @@ class Options:
     json: Path | None = field(None, "write the result to this file", is_file=True)
     plot: Path | None = PLOT
     wide: bool = field(False, "print all columns, also those that do not fit the terminal")
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_plot(self.plot)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ class StepTimer:
         self._arrivals: dict[int, list[float]] = {}
         self._sizes: dict[int, int] = {}
         self._marks: list[float] = []
-        self._order: list[int] = []
+        self._arrived: list[tuple[int, float]] = []  # of this step: each parameter, and when
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -96,20 +96,20 @@ class StepTimer:
             hooks.enter_context(model.register_forward_hook(lambda *_: self._marks.append(self._now())))
             hooks.enter_context(optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())))
             for parameter in parameters:
-                hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._arrived))
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._note))
             yield
 
     def step(self) -> None:
         """Train and time one step, inside :meth:`hooks`."""
         start = self._now()
-        self._marks, self._order, index = [], [], len(self._steps)
+        self._marks, self._arrived = [], []
         self._trainer.step()
         end = self._now()
         forward, backward = (mark - start for mark in self._marks)
         self._steps.append((forward, backward - forward, end - start - backward))
-        for key in self._order:
-            when = self._arrivals[key][index]
-            self._arrivals[key][index] = min(1.0, max(0.0, (when - start - forward) / (backward - forward)))
+        for key, when in self._arrived:
+            share = (when - start - forward) / (backward - forward)
+            self._arrivals.setdefault(key, []).append(min(1.0, max(0.0, share)))
 
     def compute(self, seconds: float, cpu: float = 0.0) -> Compute:
         """A step of this length in seconds, divided into parts in the measured proportions."""
@@ -119,9 +119,8 @@ class StepTimer:
         arrivals = tuple(sorted(found, key=lambda entry: entry[1]))
         return Compute(forward=forward, backward=backward, update=update, cpu=cpu, arrivals=arrivals)
 
-    def _arrived(self, parameter: Tensor) -> None:
-        self._arrivals.setdefault(id(parameter), []).append(self._now())
-        self._order.append(id(parameter))
+    def _note(self, parameter: Tensor) -> None:
+        self._arrived.append((id(parameter), self._now()))
 
     def _now(self) -> float:
         if self._cuda:

@@ -168,8 +168,7 @@ def _cases(
 
 def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, config: PredictConfig) -> Case:
     """A contender after its warm-up, with the communication that its plan has in some turn."""
-    assert one.trainer is not None
-    strategy, learner = one.strategy, one.trainer.handle.learner
+    strategy, learner = one.strategy, one.active.handle.learner
     assert isinstance(strategy, Strategy)
     assert learner is not None
     first, period = learner.step, config.period

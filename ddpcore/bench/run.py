@@ -28,9 +28,6 @@ REFERENCE = "ddp"  # the row to which the others' speed is related
 NUM_BLOCKS = 10  # of each strategy; strategies take turns: A B C D A B C D ...
 NOISY = 3.0  # times the 20th percentile of a step that the 80th may be
 WARM_UP_SHARE = 0.1  # share of the steps of each strategy that come first and are not timed
-COPIED = (
-    "curve", "bytes_per_step", "loss_first", "loss_last", "test_error_pct", "consensus_distance", "num_nonfinite",
-)  # fmt: skip
 
 
 def prepare(config: BenchConfig, torchrun: World | None) -> Callable[[], None]:
@@ -127,8 +124,8 @@ def _gather(one: Contender, resolved: ResolvedConfig) -> dict[str, Any]:
         "step_ms": quantiles(1e3 * second for of_rank in seconds for second in of_rank),
         "block_seconds": one.block_seconds,
         "block_samples": one.block_samples,
-        "bytes_per_step": sent,
         "curve": _curve(losses, one.block_seconds, resolved.num_steps),
+        "bytes_per_step": sent,
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "test_error_pct": None if evaluation is None else evaluation.error_pct,
@@ -169,7 +166,8 @@ def _rows(resolved: ResolvedConfig, results: list[dict[str, Any]]) -> list[dict[
             "step_ms": result["step_ms"],
             "exposed_comm_ms": exposed,
         }
-        rows.append({**row, **{key: result[key] for key in COPIED}, "ratio_to_ddp": ratio})
+        kept = {key: value for key, value in result.items() if key not in ("name", "block_seconds", "block_samples")}
+        rows.append({**row, **kept, "ratio_to_ddp": ratio})
     return rows
 
 

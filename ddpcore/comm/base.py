@@ -252,7 +252,7 @@ class Communicator(ABC):
 
     def redrawn(self, topology: Topology) -> Topology:
         """The topology over the learners that are left: it changes only if learners may die or join."""
-        return topology if self.membership is None else self.membership.topology(topology)
+        return topology if self.membership is None else self.membership.topology(topology, len(self.membership.members))
 
     def admit(self, step: int) -> int | None:
         """At the end of a step: let a learner in that joins, and return its id. Collective."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddpcore.comm.base import Communicator
 from ddpcore.comm.elastic import ElasticCommunicator
 from ddpcore.comm.fabric import ProcessGroupFabric, SharedMemoryFabric, last_run, new_run
-from ddpcore.comm.groups import TIMEOUT_SECONDS, backends_of, check_timeout, gather_objects
+from ddpcore.comm.groups import backends_of, gather_objects
 from ddpcore.comm.link import Link, LinkedCommunicator
 from ddpcore.comm.membership import LEAST, ON_FAILURE, Membership, Roll
 from ddpcore.comm.mixed import MixedCommunicator
@@ -18,7 +18,7 @@ from ddpcore.comm.shared import coordination
 from ddpcore.comm.shared.cuda_ipc import CudaIpcCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
 from ddpcore.comm.virtual import ElasticVirtualCommunicator, VirtualCommunicator
-from ddpcore.runtime.launch import check_agents
+from ddpcore.runtime.launch import TIMEOUT_SECONDS, check_agents, check_timeout
 
 BACKENDS = ("auto", "nccl", "gloo", "virtual")
 TRANSPORTS = ("auto", "shm", "ipc", "pg", "mixed")

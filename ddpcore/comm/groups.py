@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.runtime.launch import TIMEOUT_SECONDS as TIMEOUT_SECONDS
-from ddpcore.runtime.launch import check_timeout as check_timeout
-
 Fact = tuple[str, str]
 """The name of something that all ranks must have in common, and its value on this rank as text."""
 CHANNELS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()

@@ -6,7 +6,7 @@ and the time that it would wait for messages. All results keep their bits.
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.reductions import all_reduce_bytes
-from ddpcore.ops import WeightAverage
 from ddpcore.topology.base import Topology
 
 _BITS = {"Gb/s": 1e9, "Mb/s": 1e6}
@@ -175,19 +174,13 @@ class _LinkedExchange(Exchange):
         self._comm, self._exchange, self._left, self._sources = comm, exchange, left, sources
 
     @override
-    def quarantine(self, learners: Set[int]) -> None:
-        self._exchange.quarantine(learners)
-        self.round_of = self._exchange.round_of
-
-    @override
     def received(self) -> Mapping[int, Tensor]:
         self._comm.wait(self._left, self._sources, num_delays=1)
         return self._exchange.received()
 
     @override
-    def mixture(self) -> WeightAverage:
-        self._comm.wait(self._left, self._sources, num_delays=1)
-        return self._exchange.mixture()
+    def new_row(self) -> Tensor | None:
+        return self._exchange.new_row()
 
     @override
     def abandon(self) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
-from ddpcore.topology.wrapped import of_members, redrawn
+from ddpcore.topology.wrapped import redrawn
 
 ON_FAILURE = ("raise", "shrink")
 """Values of ``distribute(on_failure=)``; the first is the default."""
@@ -96,9 +96,8 @@ class Membership:
         others = [one for one in self.members if one != new]
         return min((one for one in others if one > new), default=others[0])
 
-    def topology(self, topology: Topology, num_members: int | None = None) -> Topology:
-        """The topology over the members, see :func:`~ddpcore.topology.wrapped.redrawn`."""
-        num = len(self.members) if num_members is None else num_members
+    def topology(self, topology: Topology, num: int) -> Topology:
+        """The topology over so many members, see :func:`~ddpcore.topology.wrapped.redrawn`."""
         if num == self.first:
             return topology
         key = id(topology), num
@@ -111,8 +110,9 @@ class Membership:
         """The round of a member by ids, over these members. One that is no member is idle."""
         if member not in members:
             return Round(1.0, (), (), ())
-        drawn = self.topology(topology, len(members))
-        return of_members(drawn.round(step, members.index(member), len(members)), members)
+        turn = self.topology(topology, len(members)).round(step, members.index(member), len(members))
+        sources, readers = (tuple(members[place] for place in places) for places in (turn.sources, turn.destinations))
+        return Round(turn.self_weight, sources, turn.weights, readers)
 
 
 class Roll:

@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Exchange, Work
-from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.process import ProcessGroupCommunicator
 from ddpcore.comm.shared.segments import SharedMemoryCommunicator
+from ddpcore.runtime.launch import TIMEOUT_SECONDS
 from ddpcore.topology.base import Topology
 from ddpcore.topology.describe import edges_of
 from ddpcore.topology.rounds import Round
@@ -94,7 +94,7 @@ class MixedCommunicator(ProcessGroupCommunicator):
         inside = _Edges(topology, self._hosts, inside=True)
         from_near = self._near.exchange(weights_LP, inside, step, in_place=in_place)
         round_ = topology.round(step, self.rank, self.num_learners)
-        return _MixedExchange(self, weights_LP, round_, from_near, from_far)
+        return _MixedExchange(self, round_, from_near, from_far)
 
     @contextmanager
     def report_failures_to_host(self) -> Iterator[None]:
@@ -109,18 +109,15 @@ class MixedCommunicator(ProcessGroupCommunicator):
 
 
 class _MixedExchange(Exchange):
-    def __init__(
-        self, comm: MixedCommunicator, weights_LP: Tensor, round_: Round, near: Exchange, far: Exchange
-    ) -> None:
+    def __init__(self, comm: MixedCommunicator, round_: Round, near: Exchange, far: Exchange) -> None:
         super().__init__(comm.learners, lambda _: round_)
-        self._comm, self._weights_LP, self._near, self._far = comm, weights_LP, near, far
+        self._comm, self._near, self._far = comm, near, far
 
     @override
     def received(self) -> Mapping[int, Tensor]:
-        near = self._near.rows(self._weights_LP)
+        near = self._near.received()
         with self._comm.report_failures_to_host():
-            rows = {**near, **self._far.rows(self._weights_LP)}
-        return {learner: row for learner, row in rows.items() if learner not in self.learners}
+            return {**near, **self._far.received()}
 
     @override
     def new_row(self) -> Tensor | None:

@@ -21,7 +21,7 @@ from ddpcore.comm.served import ServedLiveWeights
 from ddpcore.comm.virtual import csr_of
 from ddpcore.ops import StackedMixture, WeightAverage, average_
 from ddpcore.ops.library import is_narrow
-from ddpcore.runtime.launch import end_with_torchrun
+from ddpcore.runtime import launch
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round, mixing_matrix
 
@@ -70,10 +70,10 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, num_rows: int = 1, timeout: float = groups.TIMEOUT_SECONDS
+        self, group: dist.ProcessGroup | None = None, num_rows: int = 1, timeout: float = launch.TIMEOUT_SECONDS
     ) -> None:
-        groups.check_timeout(timeout)
-        end_with_torchrun()
+        launch.check_timeout(timeout)
+        launch.end_with_torchrun()
         if num_rows < 1:
             raise ValueError(f"learners is {num_rows}: it must be at least 1")
         self.group = groups.default_group(group)

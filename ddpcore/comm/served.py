@@ -128,10 +128,9 @@ class _Row:
                 raise RuntimeError(self._failure)
             try:
                 yield
-            except _LeftError:
-                raise
             except BaseException as error:
-                self._failure = str(error) or "an average was interrupted: begin at the last checkpoint"
+                if not isinstance(error, _LeftError):
+                    self._failure = str(error) or "an average was interrupted: begin at the last checkpoint"
                 raise
 
     @contextmanager
@@ -139,8 +138,6 @@ class _Row:
         """Name the operation in errors of messages inside."""
         try:
             yield
-        except _LeftError:
-            raise
         except RuntimeError as error:
             first, seconds = str(error).partition("\n")[0], f"{self.timeout.total_seconds():g} s"
             why = f"{whom}, or one that it waits for, died, left or did not come within {seconds}"
@@ -157,11 +154,12 @@ class _Row:
     def ask(self, peer: int) -> None:
         """Ask the thread of a peer for a meeting."""
         message, what = _word(_MEETS), f"an average with rank {peer}"
-        with self.naming(what):
-            with self._order:
-                if peer in self.gone:
-                    raise _LeftError(f"{what} failed on rank {self.rank}: it has left: {_ADVICE}")
+        with self._order:
+            if peer in self.gone:
+                raise _LeftError(f"{what} failed on rank {self.rank}: it has left: {_ADVICE}")
+            with self.naming(what):
                 work = self.group.send([message], peer, _TO_THREAD)
+        with self.naming(what):
             work.wait(self.timeout)
 
     def leave(self) -> None:

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,13 +74,6 @@ def _checksums(root: Path) -> dict[Path, str] | None:
     return sums
 
 
-def _check_sum(path: Path, content: BinaryIO, sums: Mapping[Path, str]) -> None:
-    if path not in sums:
-        raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
-    if sha256_of(content) != sums[path]:
-        raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
-
-
 def _split(folder: Path, sums: Mapping[Path, str] | None, max_bytes: int, used: int = 0) -> Split:
     paths = sorted(folder.glob("*.npz"))
     if others := [path for path in folder.glob("*") if path.suffix in (".h5", ".hdf5")]:
@@ -108,8 +101,10 @@ def _read(path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None
     except OSError as error:
         raise ValueError(f"{shown(path)}: cannot be read ({error.strerror}), make it a readable file") from error
     with content:
-        if sums is not None:
-            _check_sum(path, content, sums)
+        if sums is not None and path not in sums:
+            raise ValueError(f"{shown(path)}: {SUMS} does not list it, write that file again")
+        if sums is not None and sha256_of(content) != sums[path]:
+            raise ValueError(f"{shown(path)}: does not match its checksum in {SUMS}, fetch it again")
         with _damage(path):
             if not zipfile.is_zipfile(content):
                 raise ValueError("no zip archive")

@@ -15,11 +15,8 @@ from ddpcore.options.typed import check_range, typed
 SAMPLERS = ("global", "distributed", "fixed")
 """Values of ``sampler``; :class:`ShardedBatches` explains them."""
 
-Growth = Sequence[tuple[int, int]]
-"""Pairs of a step and the batch size from that step on, in ascending order."""
 
-
-def check_growth(name: str, batch_size: int, growth: Growth) -> None:
+def check_growth(name: str, batch_size: int, growth: Sequence[tuple[int, int]]) -> None:
     """ValueError unless steps ascend from 0, and sizes ascend from above ``batch_size``; the message has ``name``."""
     steps, sizes = [step for step, _ in growth], [size for _, size in growth]
     if any(late <= early for early, late in pairwise([-1, *steps])):
@@ -97,7 +94,7 @@ class ShardedBatches:
             if self.sampler != SAMPLERS[0] or not self.drop_last or self.growth or self.parts is not None:
                 raise ValueError("sizes of learners need the sampler global and drop_last, without parts and growth")
         if self.parts is not None:
-            self._check_parts()
+            self._check_parts(self.parts)
         if self.sampler == "global" and not self.drop_last and samples % learners:
             last = f"the last batch of {samples % batch} samples"
             raise ValueError(f"{last} is not a multiple of {learners} learners: set drop_last")
@@ -116,10 +113,9 @@ class ShardedBatches:
             nearest = upper if upper - batch < batch - lower and upper <= samples else lower
             raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners: take {nearest}")
 
-    def _check_parts(self) -> None:
-        assert self.parts is not None
-        if len(self.parts) != self.num_learners or min(map(len, self.parts)) == 0:
-            sizes = [len(part) for part in self.parts]
+    def _check_parts(self, parts: Sequence[np.ndarray]) -> None:
+        sizes = [len(part) for part in parts]
+        if len(sizes) != self.num_learners or min(sizes) == 0:
             raise ValueError(f"parts have {sizes} samples: give each of {self.num_learners} learners at least one")
         if self.sampler != SAMPLERS[0]:
             raise ValueError(f"learners have parts and sampler is '{self.sampler}': leave the sampler out")
@@ -188,7 +184,7 @@ class ShardedBatches:
         """
         (epoch, start), share = self.place(step), self._share(step)
         if self.parts is not None:
-            rows = [self._of_part(learner, self.num_taken(step), share) for learner in range(self.num_learners)]
+            rows = [self._of_part(*one, self.num_taken(step), share) for one in enumerate(self.parts)]
             return torch.from_numpy(np.stack(rows))
         if self.sampler == SAMPLERS[0]:
             order, learners = _permuted(self.num_samples, self.seed, epoch), self.num_learners
@@ -217,10 +213,9 @@ class ShardedBatches:
         for begin, end in pairwise([0, *[begin for begin, _ in self.growth if begin <= step], step]):
             yield end - begin, self._share(begin)
 
-    def _of_part(self, learner: int, first: int, num: int) -> np.ndarray:
-        """So many samples of a learner, which has taken ``first`` before."""
-        assert self.parts is not None
-        part, found = self.parts[learner], []
+    def _of_part(self, learner: int, part: np.ndarray, first: int, num: int) -> np.ndarray:
+        """So many samples of a learner from its part, of which it has taken ``first`` before."""
+        found = []
         while num:
             number, begin = divmod(first, len(part))
             if self._passes.get(learner, (-1,))[0] != number:

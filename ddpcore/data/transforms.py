@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ddpcore.options.typed import check_range
 
-_BITS_63 = (1 << 63) - 1
-
 
 @dataclass(frozen=True)
 class Normalization:
@@ -98,7 +96,7 @@ def random_bits(seed: int, epoch: int, samples: Tensor) -> Tensor:
     bits = samples * _signed(0x9E3779B97F4A7C15) + _stream(seed, epoch)
     bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
-    return (bits ^ _shifted(bits, 31)) & _BITS_63
+    return (bits ^ _shifted(bits, 31)) & (1 << 63) - 1
 
 
 @lru_cache(maxsize=4)

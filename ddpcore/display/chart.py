@@ -1,14 +1,14 @@
 """A chart as plain values. ``ddpcore.display.picture`` draws it; this file does not import matplotlib."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ddpcore.options.fields import field
+from ddpcore.options.fields import check, field
+from ddpcore.options.typed import is_finite
 from ddpcore.storage.files import shown
 
 SUFFIXES = (".png", ".svg")
@@ -23,6 +23,16 @@ def check_plot(path: Path | None) -> None:
         raise ValueError(f"--plot: {shown(path)} ends in neither {' nor '.join(SUFFIXES)}: name such a file")
     if find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'ddpcore[report]', or leave --plot out")
+
+
+class Plotted:
+    """Options of a command, made by :func:`~ddpcore.options.fields.field`, with a file for a picture of the result."""
+
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_plot(self.plot)
 
 
 # Okabe and Ito's colours, without those that vanish on a light or on a dark page.
@@ -90,9 +100,7 @@ def dash_of(series: Series, number: int) -> str:
 
 def finite(value: Any) -> Number:
     """The value as a number. None: it is no number, it is not finite, or it is too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        return None
-    return float(value)
+    return float(value) if is_finite(value) else None
 
 
 def with_values(charts: Iterable[Chart]) -> list[Chart]:

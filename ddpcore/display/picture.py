@@ -195,11 +195,6 @@ def plot_charts(charts: Sequence[Chart], path: Path, title: str) -> None:
             draw(axes, chart)
             title = "\n".join(_text(text) for text in (chart.title, chart.note) if text)
             axes.set_title(title, fontsize="small", loc="left")
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the whole file, or nothing."""
     out, metadata = io.BytesIO(), {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context({"svg.hashsalt": "ddpcore"}):
         figure.savefig(out, format=path.suffix[1:], metadata=metadata)
@@ -216,9 +211,6 @@ def plot_surfaces(surfaces: Mapping[str, Surface], path: Path, *, metric: str = 
 
     ValueError: an unknown metric, or a surface without finite values.
     """
-    check_plot(path)
-    from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
-
     charts = surface_charts(surfaces, metric)
     if len(charts) < len(surfaces):
         raise ValueError(f"no point of the landscape has a finite {metric}: there is nothing to draw")

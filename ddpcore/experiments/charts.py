@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from ddpcore.display.chart import COLORS, Chart, Number, Series, check_plot, finite
+from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.options.fields import get
 from ddpcore.records.study import CURVES
 
@@ -26,8 +26,8 @@ TITLES = {
 }
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
-Cells = Mapping[str, Any]  # the cell of each row
 """The (value, row) of each line by its name, in the order of the values."""
+Cells = Mapping[str, Any]  # the cell of each row
 
 
 def study_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[Chart]:
@@ -181,7 +181,6 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], x: str, key: str) 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path, labels: Sequence[str]) -> None:
     """Draw :func:`study_charts` and :func:`curve_charts` into a file. The same comparison gives the same file."""
-    check_plot(path)
-    from ddpcore.display.picture import plot_charts  # noqa: PLC0415  check_plot has found matplotlib
+    from ddpcore.display.picture import plot_charts  # noqa: PLC0415  the options have found matplotlib
 
     plot_charts([*study_charts(comparison, labels), *curve_charts(comparison, labels)], path, comparison["title"])

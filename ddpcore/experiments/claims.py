@@ -77,16 +77,14 @@ def check(predicate: str, rows: Sequence[str] | None, metrics: Sequence[str]) ->
         raise ValueError(f"claim {predicate!r}: {error}") from None
 
 
-Crowded = Mapping[str, str] | None  # rows whose outcomes make a verdict void, each with the reason
-
-
 def judge(
-    predicate: str, outcomes: Outcomes, metric: str, *, published: bool = False, crowded: Crowded = None
+    predicate: str, outcomes: Outcomes, metric: str, *, published: bool = False, crowded: Mapping[str, str] = {}
 ) -> Verdict:
     """Whether a predicate that :func:`check` accepted is true of the outcomes of finished runs.
 
     ``metric`` is for functions that name none. With ``published`` the outcomes are numbers of a source, one a row,
     which has neither seeds nor divergence. The reason of a verdict on runs is ``n=``, the fewest seeds of a function.
+    Outcomes of ``crowded`` rows make it void, each for its reason.
     """
     tree = _parse(predicate)
     if missing := [row for row in rows_in(tree) if not outcomes.get(row)]:
@@ -95,7 +93,7 @@ def judge(
         holds = _Evaluation(outcomes=outcomes, metric=metric, published=published).of(tree, bool)
     except (_NotRun, ArithmeticError) as error:  # ArithmeticError: a division by zero, or a number that is too large
         return Verdict(NOT_RUN, str(error))
-    if void := [crowded[row] for row in rows_in(tree) if crowded and row in crowded]:
+    if void := [crowded[row] for row in rows_in(tree) if row in crowded]:
         return Verdict(VOID, void[0])
     used = [rows_in(node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     num_seeds = min(len(_common_seeds(outcomes, rows)) for rows in used if rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ddpcore.display.chart import PLOT, check_plot
+from ddpcore.display.chart import PLOT, Plotted
 from ddpcore.display.table import cell_of, console_of
 from ddpcore.experiments import study
 from ddpcore.experiments.charts import plot_comparison
@@ -19,7 +19,7 @@ from ddpcore.experiments.plan import RunPlan, backend_of, check_data, check_fold
 from ddpcore.experiments.run import run, run_in_torchrun, warn
 from ddpcore.experiments.study import SCALES
 from ddpcore.options.command_line import RUNS, Parser, add_flags
-from ddpcore.options.fields import SEED_RANGE, check, field, parse_settings
+from ddpcore.options.fields import SEED_RANGE, field, parse_settings
 from ddpcore.records.study import FAILED, Folder
 from ddpcore.runtime import launch
 from ddpcore.storage.files import NUM_RUNS, locked, replace_file, shown
@@ -37,7 +37,7 @@ class ListOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(Plotted):
     """Train the rows of a study, each with several seeds."""
 
     EXAMPLE = "ddpcore experiments run digits-large-rate --scale cpu --rows ssgd-1.2,local-1.2 --out runs/rate"
@@ -60,10 +60,6 @@ class RunOptions:
 
     plot: Path | None = PLOT
 
-    def __post_init__(self) -> None:
-        check(self)
-        check_plot(self.plot)
-
     def overrides(self) -> dict[str, Any]:
         """The sections of a TrainConfig that the command line sets for every row. ValueError: see the functions."""
         given = parse_settings(self.set or (), "--set ")
@@ -76,7 +72,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(Plotted):
     """Print published and measured numbers side by side, and a verdict on each claim."""
 
     EXAMPLE = "ddpcore experiments compare runs/saddle --plot saddle.png"
@@ -84,10 +80,6 @@ class CompareOptions:
     runs: Sequence[Path] = field(MISSING, "a folder that `run` wrote", **RUNS)
     markdown: Path | None = field(None, "write the page", is_file=True)
     plot: Path | None = PLOT
-
-    def __post_init__(self) -> None:
-        check(self)
-        check_plot(self.plot)
 
 
 def _list(options: ListOptions) -> int:

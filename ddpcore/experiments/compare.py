@@ -125,7 +125,7 @@ def _claims(folders: Sequence[_Folder], published: Mapping[str, Any]) -> Iterato
     measured = [(_outcomes(folder), _crowded(folder)) for folder in folders]
     for claim in claims.values():
         predicate, of_speed = claim["predicate"], claim["a_core_per_rank"]
-        verdicts = [judge(predicate, found, metric, crowded=shared if of_speed else None) for found, shared in measured]
+        verdicts = [judge(predicate, found, metric, crowded=shared if of_speed else {}) for found, shared in measured]
         on_published = asdict(judge(predicate, printed, metric, published=True))
         yield {**claim, "on_published": on_published, "verdicts": [*map(asdict, verdicts)]}
 

@@ -14,7 +14,7 @@ from ddpcore.options.fields import parse_toml
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_choice, check_keys, check_range, check_table
 from ddpcore.records.run import SECTIONS
-from ddpcore.records.study import CLAIM, Claim, check_chart
+from ddpcore.records.study import CLAIM, TABLE, TEXTS, Claim, check_chart
 from ddpcore.storage.files import STUDY_BYTES, plain, read_file, shown
 from ddpcore.training import TrainConfig
 from ddpcore.training.build import needs_ranks
@@ -22,17 +22,15 @@ from ddpcore.training.config import check_settings, merged
 
 FOLDER = Path(__file__).parent / "studies"
 SCALES = ("smoke", "cpu", "full")
-_TEXTS = tuple[str, ...]
-_TABLE = Mapping[str, Any]
-_REQUIRED = {"title": str, "question": str, "source": str, "metrics": _TEXTS, "shared": _TABLE, "rows": _TABLE}
+_REQUIRED = {"title": str, "question": str, "source": str, "metrics": TEXTS, "shared": TABLE, "rows": TABLE}
 _STUDY = _REQUIRED | {
-    "notes": _TEXTS, "seeds": int, "groups": _TABLE, "scales": _TABLE, "charts": tuple[_TABLE, ...],
-    "claims": tuple[_TABLE, ...],
+    "notes": TEXTS, "seeds": int, "groups": TABLE, "scales": TABLE, "charts": tuple[TABLE, ...],
+    "claims": tuple[TABLE, ...],
 }  # fmt: skip
 # Keys that groups and rows have besides the sections of a training run; keys that only rows have.
-_GROUP = {"scales": _TABLE, "ranks": bool, "hosts": int}
-_ROW = _GROUP | {"groups": _TEXTS, "published": Mapping[str, float], "about": str, "kill_rank": int}
-_SCALE = {"seeds": int, "rows": _TEXTS}
+_GROUP = {"scales": TABLE, "ranks": bool, "hosts": int}
+_ROW = _GROUP | {"groups": TEXTS, "published": Mapping[str, float], "about": str, "kill_rank": int}
+_SCALE = {"seeds": int, "rows": TEXTS}
 _DOTS = 100  # tomllib takes quadratic memory for a name of many parts, a.b.c
 _LEAST = {"seeds": 1, "hosts": 1, "kill_rank": 0}
 

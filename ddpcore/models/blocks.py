@@ -9,11 +9,6 @@ from ddpcore.options.typed import check_range
 
 Shape = tuple[int, ...]
 Sizes = Sequence[int]
-IMAGE = (3, 32, 32)
-
-
-class Chain(nn.Sequential):
-    """Applies its submodules one after the other, in the order in which they were assigned."""
 
 
 def conv_norm(
@@ -74,10 +69,10 @@ class PooledHead(nn.Module):
         return self.linear(inputs.mean(dim=(2, 3)))
 
 
-class ImageChain(Chain):
+class ImageChain(nn.Sequential):
     """Layers for images of 32 x 32 pixels, whose output has so many channels, then pooling and a linear layer."""
 
-    input_shapes = (IMAGE,)
+    input_shapes = ((3, 32, 32),)
     num_classes = 10
 
     def __init__(self, layers: Iterable[nn.Module], channels: int, num_classes: int) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm_relu, scaled
+from ddpcore.models.blocks import ImageChain, Shape, Sizes, conv_norm_relu, scaled
 
 VGG_E = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))  # convolutions and channels: configuration E of table 1
 
@@ -21,7 +21,7 @@ class VGG19(ImageChain):
     pixel after five poolings. ``width`` (above 0) multiplies the channels.
     """
 
-    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, width: float = 1.0) -> None:
         layers: list[nn.Module] = []
         channels = input_shape[0]
         for num_convolutions, base in VGG_E:
@@ -55,7 +55,7 @@ class GoogLeNet(ImageChain):
     and two 3 x 3 convolutions replace one of 5 x 5. ``width`` (above 0) multiplies the channels.
     """
 
-    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, width: float = 1.0) -> None:
         channels = scaled(GOOGLENET_STEM, width)
         layers: list[nn.Module] = [*_layer(input_shape[0], channels, 3)]
         for stage, rows in enumerate(INCEPTION):
@@ -103,12 +103,7 @@ class DenseNet121(ImageChain):
     """
 
     def __init__(
-        self,
-        input_shape: Shape = IMAGE,
-        num_classes: int = 10,
-        *,
-        blocks: Sizes = (6, 12, 24, 16),
-        growth_rate: int = 32,
+        self, input_shape: Shape, num_classes: int, *, blocks: Sizes = (6, 12, 24, 16), growth_rate: int = 32
     ) -> None:
         if not blocks or min(*blocks, growth_rate) < 1:
             raise ValueError(f"blocks {list(blocks)} and growth_rate {growth_rate}: each must be at least 1")

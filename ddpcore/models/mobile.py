@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore.models import blocks as parts
-from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu, scaled
+from ddpcore.models.blocks import ImageChain, Shape, Sizes, conv_norm, conv_norm_relu, scaled
 from ddpcore.models.residual import check_stages
 from ddpcore.options.typed import check_range
 
@@ -28,7 +28,7 @@ class MobileNet(ImageChain):
     Inputs [B, 3, 32, 32] to logits [B, C]; the stem has no stride. ``width`` (above 0) multiplies the channels.
     """
 
-    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, width: float = 1.0) -> None:
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
         for base, stride in SEPARABLE:
@@ -45,7 +45,7 @@ class MobileNetV2(ImageChain):
     ReLU6. ``width`` (above 0) multiplies the channels; as in the paper, it does not reduce the last convolution's.
     """
 
-    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10, *, width: float = 1.0) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, width: float = 1.0) -> None:
         channels = scaled(STEM_CHANNELS, width)
         layers: list[nn.Module] = [*conv_norm_relu(input_shape[0], channels, 3)]
         for expansion, base, count, stride in INVERTED:
@@ -63,16 +63,14 @@ class InvertedResidual(nn.Module):
     There are ``expansion`` times as many hidden channels as input channels. A ``gate`` acts before the input is added.
     """
 
-    def __init__(
-        self, channels_in: int, channels_out: int, expansion: int, stride: int, gate: nn.Module | None = None
-    ) -> None:
+    def __init__(self, channels_in: int, channels_out: int, expansion: int, stride: int, *gate: nn.Module) -> None:
         super().__init__()
         hidden = expansion * channels_in
         self.residual = nn.Sequential(
             *conv_norm_relu(channels_in, hidden),
             *conv_norm_relu(hidden, hidden, 3, stride=stride, groups=hidden),
             *conv_norm(hidden, channels_out),
-            *(() if gate is None else (gate,)),
+            *gate,
         )
         self.shortcut = parts.shortcut(channels_in, channels_out, 1) if stride == 1 else None
 
@@ -100,13 +98,7 @@ class EfficientNetB0(ImageChain):
     """
 
     def __init__(
-        self,
-        input_shape: Shape = IMAGE,
-        num_classes: int = 10,
-        *,
-        width: float = 1.0,
-        depth: float = 1.0,
-        add_ungated: bool = True,
+        self, input_shape: Shape, num_classes: int, *, width: float = 1.0, depth: float = 1.0, add_ungated: bool = True
     ) -> None:
         check_range("depth", depth, above=0)
         channels = scaled(STEM_CHANNELS, width)
@@ -139,8 +131,8 @@ class ShuffleNet(ImageChain):
 
     def __init__(
         self,
-        input_shape: Shape = IMAGE,
-        num_classes: int = 10,
+        input_shape: Shape,
+        num_classes: int,
         *,
         blocks: Sizes = (4, 8, 4),
         widths: Sizes = (116, 232, 464),

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ddpcore.models import blocks as parts
-from ddpcore.models.blocks import IMAGE, ImageChain, Shape, Sizes, conv_norm, conv_norm_relu
+from ddpcore.models.blocks import ImageChain, Shape, Sizes, conv_norm, conv_norm_relu
 
 
 class ResNet(nn.Module):
@@ -24,12 +24,7 @@ class ResNet(nn.Module):
     num_classes = 10
 
     def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        blocks: Sizes = (1, 1, 1, 1),
-        widths: Sizes = (16, 32, 64, 128),
+        self, input_shape: Shape, num_classes: int, *, blocks: Sizes = (1, 1, 1, 1), widths: Sizes = (16, 32, 64, 128)
     ) -> None:
         super().__init__()
         check_stages(blocks, widths)
@@ -45,7 +40,7 @@ class ResNet(nn.Module):
 class ResNet18(ResNet):
     """Two blocks in each of four stages of 64 to 512 channels."""
 
-    def __init__(self, input_shape: Shape = IMAGE, num_classes: int = 10) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
         super().__init__(input_shape, num_classes, blocks=(2, 2, 2, 2), widths=(64, 128, 256, 512))
 
 
@@ -90,8 +85,8 @@ class ResNeXt29(ImageChain):
 
     def __init__(
         self,
-        input_shape: Shape = IMAGE,
-        num_classes: int = 10,
+        input_shape: Shape,
+        num_classes: int,
         *,
         blocks: Sizes = (3, 3, 3),
         cardinality: int = 2,
@@ -125,12 +120,7 @@ class SENet18(ImageChain):
     """
 
     def __init__(
-        self,
-        input_shape: Shape = IMAGE,
-        num_classes: int = 10,
-        *,
-        blocks: Sizes = (2, 2, 2, 2),
-        widths: Sizes = (64, 128, 256, 512),
+        self, input_shape: Shape, num_classes: int, *, blocks: Sizes = (2, 2, 2, 2), widths: Sizes = (64, 128, 256, 512)
     ) -> None:
         check_stages(blocks, widths)
         stem = conv_norm_relu(input_shape[0], widths[0], 3)

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddpcore.models.blocks import Chain, Shape, Sizes
+from ddpcore.models.blocks import Shape, Sizes
 from ddpcore.options.typed import check_range
 
 
-class MLP(Chain):
+class MLP(nn.Sequential):
     """784-H1-...-C with ReLU; inputs [B, 1, 28, 28] or [B, 784] to logits [B, C]. Or 64-H1-...-C, for 8 x 8 pixels.
 
     `hidden` are the widths of the hidden layers, each at least 1.
@@ -21,13 +21,7 @@ class MLP(Chain):
     input_shapes = ((1, 28, 28), (784,), (1, 8, 8), (64,))
     num_classes = 10
 
-    def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        hidden: Sequence[int] | int = (50, 50),
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, hidden: Sequence[int] | int = (50, 50)) -> None:
         super().__init__()
         widths = (prod(input_shape), *((hidden,) if isinstance(hidden, int) else hidden))
         if min(widths) < 1:
@@ -38,31 +32,31 @@ class MLP(Chain):
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
 
 
-class SimpleNet(Chain):
+class SimpleNet(nn.Sequential):
     """10-50-C with ReLU; inputs [B, 10] to logits [B, C]."""
 
     input_shapes = ((10,),)
     num_classes = 2
 
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, num_classes))
 
 
-class MnistCNN(Chain):
+class MnistCNN(nn.Sequential):
     """A padded 3 x 3 convolution with 16 filters, ReLU and a linear layer; inputs [B, 1, 28, 28] to logits [B, C]."""
 
     input_shapes = ((1, 28, 28),)
     num_classes = 10
 
-    def __init__(self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int) -> None:
         super().__init__()
         channels, height, width = input_shape
         convolution = nn.Conv2d(channels, 16, kernel_size=3, padding=1)
         self.layers = nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), nn.Linear(16 * height * width, num_classes))
 
 
-class SimpleCNN(Chain):
+class SimpleCNN(nn.Sequential):
     """3 x 3 convolutions with 4 and 8 filters, each with ReLU and 2 x 2 max pooling, 32 units and the logits.
 
     Inputs [B, 3, 32, 32] or [B, 1, 28, 28] to logits [B, C]. With padding=0 each convolution removes a border of one
@@ -72,9 +66,7 @@ class SimpleCNN(Chain):
     input_shapes = ((3, 32, 32), (1, 28, 28))
     num_classes = 10
 
-    def __init__(
-        self, input_shape: Shape = input_shapes[0], num_classes: int = num_classes, *, padding: int = 1
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, padding: int = 1) -> None:
         super().__init__()
         if padding not in (0, 1):
             raise ValueError(f"padding is {padding}, it must be 0 or 1")
@@ -90,7 +82,7 @@ class SimpleCNN(Chain):
         )
 
 
-class LeNet5(Chain):
+class LeNet5(nn.Sequential):
     """Inputs [B, 1, 28, 28] or [B, 3, 32, 32] to logits [B, C].
 
     Convolutions are 5 x 5, each followed by batch normalization, ReLU and 2 x 2 max pooling. Dropout follows the first
@@ -101,12 +93,7 @@ class LeNet5(Chain):
     num_classes = 10
 
     def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        widths: Sizes = (6, 16, 120, 84),
-        dropout: float = 0.5,
+        self, input_shape: Shape, num_classes: int, *, widths: Sizes = (6, 16, 120, 84), dropout: float = 0.5
     ) -> None:
         super().__init__()
         if len(widths) != 4 or min(widths) < 1:
@@ -144,14 +131,7 @@ class Saddle(nn.Module):
     any_size = True
     vectorizes = True
 
-    def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        escape: float = 0.1,
-        radius: float = 1e-8,
-    ) -> None:
+    def __init__(self, input_shape: Shape, num_classes: int, *, escape: float = 0.1, radius: float = 1e-8) -> None:
         super().__init__()
         if input_shape[0] % 2:
             raise ValueError(f"samples of {input_shape[0]} numbers are no p and q of one length: take an even number")
@@ -183,13 +163,7 @@ class SpeechLSTM(nn.Module):
     any_size = True
 
     def __init__(
-        self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
-        *,
-        depth: int = 6,
-        width: int = 512,
-        bottleneck: int = 256,
+        self, input_shape: Shape, num_classes: int, *, depth: int = 6, width: int = 512, bottleneck: int = 256
     ) -> None:
         super().__init__()
         if min(depth, width, bottleneck) < 1:

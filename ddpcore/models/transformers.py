@@ -30,8 +30,8 @@ class ViT(nn.Module):
 
     def __init__(
         self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape,
+        num_classes: int,
         *,
         patch_size: int = 4,
         width: int = 128,
@@ -47,8 +47,6 @@ class ViT(nn.Module):
             raise ValueError("patch_size, width, depth, num_heads and mlp_width must be at least 1")
         if height % patch_size or image_width % patch_size:
             raise ValueError(f"patch_size is {patch_size}, it must divide the image of {height}x{image_width}")
-        if width % num_heads:
-            raise ValueError(f"width is {width}, it must be a multiple of num_heads, {num_heads}")
         for name, share in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
             check_range(name, share, least=0, below=1)
         num_patches = (height // patch_size) * (image_width // patch_size)
@@ -103,8 +101,8 @@ class ByteTransformer(nn.Module):
 
     def __init__(
         self,
-        input_shape: Shape = input_shapes[0],
-        num_classes: int = num_classes,
+        input_shape: Shape,
+        num_classes: int,
         *,
         width: int = 64,
         depth: int = 2,
@@ -114,8 +112,6 @@ class ByteTransformer(nn.Module):
         super().__init__()
         if min(width, depth, num_heads, mlp_width) < 1:
             raise ValueError("width, depth, num_heads and mlp_width must be at least 1")
-        if width % num_heads:
-            raise ValueError(f"width is {width}, it must be a multiple of num_heads, {num_heads}")
         self.embed = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(input_shape[0], width, _weight=torch.empty(input_shape[0], width))
         self.blocks = nn.Sequential(*(Block(width, num_heads, mlp_width, causal=True) for _ in range(depth)))
@@ -162,6 +158,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, *, causal: bool = False) -> None:
         super().__init__()
+        if width % num_heads:
+            raise ValueError(f"width is {width}, it must be a multiple of num_heads, {num_heads}")
         self.num_heads, self.causal = num_heads, causal
         self.query_key_value = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)

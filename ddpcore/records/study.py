@@ -31,16 +31,16 @@ class Claim:
 
 
 CLAIM = get_type_hints(Claim)
-_TEXTS = tuple[str, ...]
-_TABLE = Mapping[str, Any]
+TEXTS = tuple[str, ...]
+TABLE = Mapping[str, Any]
 _NUMBERS = Mapping[str, float | None]
 _MANIFEST = {
-    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": _TEXTS, "metrics": _TEXTS,
-    "claims": tuple[_TABLE, ...], "scale": str, "set": _TABLE, "seeds": tuple[int, ...], "rows": _TABLE,
+    "format": int, "study": str, "title": str, "question": str, "source": str, "notes": TEXTS, "metrics": TEXTS,
+    "claims": tuple[TABLE, ...], "scale": str, "set": TABLE, "seeds": tuple[int, ...], "rows": TABLE,
     "published": Mapping[str, _NUMBERS],
 }  # fmt: skip
-_ROW = {"config": _TABLE, "published": _NUMBERS, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
-_CHART = {"x": str, "by": str, "lines": Mapping[str, _TEXTS]}
+_ROW = {"config": TABLE, "published": _NUMBERS, "about": str, "ranks": int, "hosts": int, "kill_rank": int | None}
+_CHART = {"x": str, "by": str, "lines": Mapping[str, TEXTS]}
 _ENDED = {"row": str, "seed": int, "status": str, "metrics": _NUMBERS, "diverged": bool}
 _HERE = {"place": str, "device": str, "cores": int, "torch": str, "ddpcore": str, "commit": str | None}
 _RESULTS: dict[str, dict[str, Any]] = {FINISHED: _ENDED | _HERE, FAILED: _ENDED | {"error": str}}
@@ -108,7 +108,7 @@ def read_manifest(folder: Path, check_claim: Callable[[str], None] = lambda pred
         values: dict[str, Any] = read_json(path)
         if isinstance(values, dict):
             values.setdefault("published", {})  # older manifests have none
-        check_table("it", values, _MANIFEST | {"charts": tuple[_TABLE, ...]}, _MANIFEST, more_keys=True)
+        check_table("it", values, _MANIFEST | {"charts": tuple[TABLE, ...]}, _MANIFEST, more_keys=True)
         if values["format"] != FORMAT:
             raise ValueError(f"it is of format {values['format']} and this version reads {FORMAT}")
         values["set"] = dotted(nested(values["set"]))  # older manifests have a flat one

@@ -8,7 +8,7 @@ from pathlib import Path
 from ddpcore.options.command_line import RUNS, parse
 from ddpcore.options.extras import extra
 from ddpcore.options.fields import check, field
-from ddpcore.report.sources import Sources, read_sources
+from ddpcore.report.sources import read_sources
 from ddpcore.storage.files import plain, replace_file, shown
 
 
@@ -58,14 +58,11 @@ def _write(options: ReportOptions) -> int:
     replace_file(options.out, page_of(sections).encode())
     if options.figures is not None:
         print(f"{write_figures(sections, options.figures)} charts as PDF, SVG and CSV: {plain(str(options.figures))}")
-    print(f"{_count(sources)}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
-    return 1 if problems else 0
-
-
-def _count(sources: Sources) -> str:
     words = {"runs": "run", "studies": "study", "benches": "bench"}
     counts = [(len(getattr(sources, many)), one, many) for many, one in words.items()]
-    return ", ".join(f"{num} {one if num == 1 else many}" for num, one, many in counts if num)
+    told = ", ".join(f"{num} {one if num == 1 else many}" for num, one, many in counts if num)
+    print(f"{told}: {plain(str(options.out))}, {options.out.stat().st_size / 1e6:.1f} MB")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -174,9 +174,6 @@ def _results(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
     return found
 
 
-_COLUMNS = ("series", "x", "y", "low", "high")
-
-
 def write_figures(sections: Sequence[Section], folder: Path) -> int:
     """Write ``TITLE.pdf``, ``.svg`` and ``.csv`` for each chart, and return how many charts there are.
 
@@ -198,7 +195,7 @@ def _csv(chart: Chart) -> bytes:
     """A line for each point: its curve, x and y, and the ends of its band; what is not known is empty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    writer.writerow(("series", "x", "y", "low", "high"))
     for series in chart.series:
         gaps = [None] * len(series.y)
         for row in zip(series.x, series.y, series.low or gaps, series.high or gaps, strict=True):

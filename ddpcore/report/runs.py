@@ -27,7 +27,6 @@ _OF_EPOCHS = {
 }
 _SPREAD = "Several seeds are one curve: their mean, with a band from the smallest to the largest."
 _INTERVALS = "The band of a single run is the recorded interval. Where one end is open, there is no band."
-_DISTANCE = "distance from the mean"
 _ROUNDING = 1e-5  # a consensus distance below this part of the largest one is not drawn
 Rows = Callable[[Run], Sequence[dict[str, Any]]]
 Value = Callable[[dict[str, Any]], Any]
@@ -127,7 +126,7 @@ def _distance_chart(title: str, series: Sequence[Series]) -> Chart:
     kept = [one for one, most in zip(series, largest, strict=True) if most >= _ROUNDING * max(largest)]
     left_out = ", ".join(one.name for one in series if one not in kept)
     note = f"Not drawn, because it is below {_ROUNDING:g} of the largest: {left_out}." if left_out else ""
-    return _chart(title, "step", _DISTANCE, kept, True, note)
+    return _chart(title, "step", "distance from the mean", kept, True, note)
 
 
 def _statistics(groups: Sequence[Group]) -> Section:
@@ -249,11 +248,9 @@ def _hessian(runs: Sequence[Run], colors: Sequence[int]) -> Section:
     def chart(title: str, y_label: str, value: Callable[[dict[str, Any]], Number], note: str = "") -> Chart:
         series = []
         for run, color in zip(runs, colors, strict=True):
-            points = [(line["step"], value(line)) for line in run.hessian]
-            if any(found is not None for _, found in points):
-                x, y = zip(*points, strict=True)
-                series.append(Series(name=run.label, x=x, y=y, style="line+points", color=color))
-        return Chart(title=title, x_label="step", y_label=y_label, series=series, note=note)
+            x, y = [line["step"] for line in run.hessian], [*map(value, run.hessian)]
+            series.append(Series(name=run.label, x=x, y=y, style="line+points", color=color))
+        return _chart(title, "step", y_label, series, False, note)
 
     alike = "The number that {} alike in all directions would have is 1 / P for each eigenvector, with P weights."
     charts = [
@@ -268,7 +265,7 @@ def _hessian(runs: Sequence[Run], colors: Sequence[int]) -> Section:
             lambda line: _sum(line.get("noise_shares")), alike.format("a noise"),
         ),
     ]  # fmt: skip
-    return Section(title="Hessian along the run", charts=[one for one in charts if one.series])
+    return Section(title="Hessian along the run", charts=with_values(charts))
 
 
 def _first(values: Any) -> Number:
@@ -315,18 +312,12 @@ _PARTS = {
 _COUNTS = ("forward", "backward", "compute", "exposed")
 
 
-def timed_steps(run: Run) -> dict[int, dict[int, dict[str, Any]]]:
-    """By rank, then by step: the recorded lines that have times."""
-    found = {
-        rank: {line["step"]: line for line in lines if finite(line.get("compute")) is not None}
-        for rank, lines in run.steps.items()
-    }
-    return {rank: lines for rank, lines in found.items() if lines}
-
-
 def timeline_sections(run: Run) -> list[Section]:
     """The section of a run; none if fewer than two ranks have recorded their steps: one rank waits for nobody."""
-    found = timed_steps(run)
+    found = {}  # by rank, then by step: the recorded lines that have times
+    for rank, recorded in run.steps.items():
+        if timed := {line["step"]: line for line in recorded if finite(line.get("compute")) is not None}:
+            found[rank] = timed
     if len(found) < 2:
         return []
     steps = sorted(set.intersection(*(set(lines) for lines in found.values())))

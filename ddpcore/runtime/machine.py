@@ -54,24 +54,22 @@ def _commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    git = ["git", "-C", str(root)]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+changes"]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        found = subprocess.run(["git", "-C", str(root), *describe], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    return found.stdout.strip()
 
 
 def free_memory(device: str) -> float:
     """Bytes that can be allocated; infinity if the system does not report them."""
     if device == "cuda":
         return float(torch.cuda.mem_get_info()[0])
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return math.inf if found is None else 1024.0 * int(found[1])
+    with suppress(OSError):
+        if found := re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024.0 * int(found[1])
+    return math.inf
 
 
 def check_memory(what: str, needed: float, device: str, advice: str) -> None:

@@ -136,7 +136,6 @@ class Scheduled(Topology):
 
     @override
     def round(self, step: int, rank: int, num_learners: int) -> Round:
-        check(step, rank, num_learners)
         return self.stages(step).round(step, rank, num_learners)
 
     @override
@@ -293,9 +292,3 @@ def redrawn(topology: Topology, num_learners: int, *, push_sum: bool = False) ->
     except ValueError:
         return Ring()
     return topology
-
-
-def of_members(round_: Round, members: tuple[int, ...]) -> Round:
-    """The round of positions as a round of ids: position i is ``members[i]``, and ids ascend."""
-    sources = tuple(members[source] for source in round_.sources)
-    return Round(round_.self_weight, sources, round_.weights, tuple(members[reader] for reader in round_.destinations))

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import Connection
-from ddpcore.comm.groups import TIMEOUT_SECONDS, barrier, default_group, gather_objects, time_limit
+from ddpcore.comm.groups import barrier, default_group, gather_objects, time_limit
 from ddpcore.comm.link import LearnerClock, Link
 from ddpcore.comm.membership import Membership
 from ddpcore.data import SHARDS, Dataset, ShardedBatches, load_dataset, split
@@ -28,7 +28,7 @@ from ddpcore.models import MODELS
 from ddpcore.optim.registry import build_optimizer, clips_itself
 from ddpcore.optim.schedules import SCHEDULES, Schedule, linear_scaling, warmup
 from ddpcore.records.run import RECORD, RunRecord, nested
-from ddpcore.runtime.launch import World
+from ddpcore.runtime.launch import TIMEOUT_SECONDS, World
 from ddpcore.strategies.base import Baseline, Strategy, Traits, check_group, check_run, check_transport
 from ddpcore.training.config import TrainConfig, check_samples
 from ddpcore.training.sections import GROWTH_POWERS, StrategyConfig

@@ -36,7 +36,7 @@ def test_names_in_the_drawing(tmp_path: Path) -> None:
 def test_networks_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figures: list[Any] = []
-    monkeypatch.setattr(picture, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(picture.Figure, "savefig", lambda figure, *given, **more: figures.append(figure))
     picture.plot_charts(CHARTS, tmp_path / "out.svg", "A title")
     places = [axes.get_subplotspec() for axes in figures[0].axes]
     assert [(place.rowspan.start, place.colspan.start) for place in places] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]

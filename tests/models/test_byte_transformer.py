@@ -22,7 +22,7 @@ def test_parameter_count() -> None:
 
     block = 2 * 2 * 64 + linear(64, 3 * 64) + linear(64, 64) + linear(64, 256) + linear(256, 64)
     by_hand = (256 + 64) * 64 + 2 * block + 2 * 64 + linear(64, 256)
-    assert sum(parameter.numel() for parameter in ByteTransformer().parameters()) == by_hand == 137216
+    assert sum(parameter.numel() for parameter in ByteTransformer((64,), 256).parameters()) == by_hand == 137216
 
 
 def test_causal_attention_by_its_formula() -> None:
@@ -58,14 +58,15 @@ def test_a_longer_text_than_the_context_is_refused(context: int) -> None:
 
 
 def test_muon_steps_neither_embeddings_nor_the_head() -> None:
-    groups = {group["rule"]: dict(group["params"]) for group in param_groups(ByteTransformer(), 0.1, rule="muon")[:2]}
+    found = param_groups(ByteTransformer((64,), 256), 0.1, rule="muon")[:2]
+    groups = {group["rule"]: dict(group["params"]) for group in found}
     assert groups["adamw"].keys() == {"embed.weight", "positions.weight", "head.weight"}
     assert len(groups["muon"]) == 2 * 4, "attention has two weights, and the linear layers of a block are two"
 
 
 def test_how_it_starts() -> None:
     torch.manual_seed(0)
-    model = ByteTransformer(width=128)
+    model = ByteTransformer((64,), 256, width=128)
     for weight in (model.embed.weight, model.positions.weight):
         assert 0.019 < weight.std().item() < 0.021 and abs(weight.mean().item()) < 0.001
     assert 0.9 / 11.3 < model.head.weight.max().item() < 1 / 11.3, "uniform up to 1 / sqrt(128), as linear layers are"
@@ -99,7 +100,7 @@ def test_it_learns_to_repeat() -> None:
 )
 def test_impossible_sizes(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ByteTransformer(**options)
+        ByteTransformer((64,), 256, **options)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def num_parameters(model: torch.nn.Module) -> int:
 
 
 def test_mnist_cnn() -> None:
-    model = MnistCNN()
+    model = MnistCNN((1, 28, 28), 10)
     assert num_parameters(model) == (16 * 9 + 16) + (16 * 28 * 28 * 10 + 10) == 125610
     images = torch.randn(3, 1, 28, 28)
     filters, filter_bias, weight, bias = model.parameters()
@@ -32,7 +32,7 @@ def test_mnist_cnn() -> None:
     ],
 )
 def test_simple_cnn(input_shape: tuple[int, ...], padding: int, count: int) -> None:
-    model = SimpleCNN(input_shape, padding=padding)
+    model = SimpleCNN(input_shape, 10, padding=padding)
     assert num_parameters(model) == count
     images = torch.randn(3, *input_shape)
     weights = list(model.parameters())
@@ -45,6 +45,7 @@ def test_simple_cnn(input_shape: tuple[int, ...], padding: int, count: int) -> N
 
 
 def test_the_documented_counts() -> None:
-    assert (num_parameters(SimpleCNN()), num_parameters(SimpleCNN(padding=0))) == (17154, 9986)
+    padded, plain = SimpleCNN((3, 32, 32), 10), SimpleCNN((3, 32, 32), 10, padding=0)
+    assert (num_parameters(padded), num_parameters(plain)) == (17154, 9986)
     with pytest.raises(ValueError, match="padding is 2"):
-        SimpleCNN(padding=2)
+        SimpleCNN((3, 32, 32), 10, padding=2)

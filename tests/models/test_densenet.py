@@ -21,7 +21,7 @@ def test_a_layer_keeps_what_came_in_and_adds_channels() -> None:
 
 
 def test_transitions_halve_channels_height_and_width() -> None:
-    model, shapes = DenseNet121(blocks=(2, 1, 1), growth_rate=4), []
+    model, shapes = DenseNet121((3, 32, 32), 10, blocks=(2, 1, 1), growth_rate=4), []
     for module in model.features:
         if isinstance(module, DenseLayer | nn.AvgPool2d):
             module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:3])))
@@ -31,11 +31,11 @@ def test_transitions_halve_channels_height_and_width() -> None:
 
 def test_121_layers() -> None:
     with torch.device("meta"):
-        weighted = [m for m in DenseNet121().modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        weighted = [m for m in DenseNet121((3, 32, 32), 10).modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     assert len(weighted) == 121
 
 
 def test_impossible_sizes() -> None:
     for options in ({"blocks": ()}, {"blocks": (1, 0)}, {"growth_rate": 0}):
         with pytest.raises(ValueError, match="each must be at least 1"):
-            DenseNet121(**options)
+            DenseNet121((3, 32, 32), 10, **options)

@@ -21,14 +21,14 @@ def shapes_of(model: EfficientNetB0) -> list[tuple[int, ...]]:
 
 def test_stages() -> None:
     sizes = [(2, 16), *[(3, 16)] * 2, *[(5, 8)] * 2, *[(10, 4)] * 3, *[(14, 4)] * 3, *[(24, 2)] * 4, (40, 1)]
-    assert shapes_of(EfficientNetB0(width=0.125)) == sizes
+    assert shapes_of(EfficientNetB0((3, 32, 32), 10, width=0.125)) == sizes
 
 
 def test_depth_multiplies_blocks_and_rounds_up() -> None:
-    assert [channels for channels, _ in shapes_of(EfficientNetB0(width=0.125, depth=0.5))] == [
+    assert [channels for channels, _ in shapes_of(EfficientNetB0((3, 32, 32), 10, width=0.125, depth=0.5))] == [
         *(2, 3, 5, 10, 10, 14, 14, 24, 24, 40)
     ]
-    assert len(shapes_of(EfficientNetB0(width=0.125, depth=1.1))) == 2 + 3 + 3 + 4 + 4 + 5 + 2
+    assert len(shapes_of(EfficientNetB0((3, 32, 32), 10, width=0.125, depth=1.1))) == 2 + 3 + 3 + 4 + 4 + 5 + 2
 
 
 def test_the_gate_acts_before_the_input_is_added() -> None:
@@ -39,14 +39,14 @@ def test_the_gate_acts_before_the_input_is_added() -> None:
 
 def test_impossible_multipliers() -> None:
     with pytest.raises(ValueError, match="width is 0"):
-        EfficientNetB0(width=0)
+        EfficientNetB0((3, 32, 32), 10, width=0)
     with pytest.raises(ValueError, match="depth is -1"):
-        EfficientNetB0(depth=-1)
+        EfficientNetB0((3, 32, 32), 10, depth=-1)
 
 
 def test_a_block_of_stride_2_adds_its_output_without_the_gate() -> None:
     """As kuangliu's pytorch-cifar: out * w + out; without ``add_ungated`` out * w, as in the paper."""
-    models = [EfficientNetB0(width=0.25, depth=0.5, add_ungated=add) for add in (True, False)]
+    models = [EfficientNetB0((3, 32, 32), 10, width=0.25, depth=0.5, add_ungated=add) for add in (True, False)]
     models[1].load_state_dict(models[0].state_dict())
     blocks = [[m for m in model.eval().modules() if isinstance(m, InvertedResidual)] for model in models]
     num_strided = 0

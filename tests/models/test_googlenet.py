@@ -23,7 +23,7 @@ def test_four_ways_side_by_side() -> None:
 
 def test_channels_after_each_module_are_the_papers() -> None:
     with torch.device("meta"):
-        model, shapes = GoogLeNet(), []
+        model, shapes = GoogLeNet((3, 32, 32), 10), []
         for module in model.features:
             if isinstance(module, Inception):
                 module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:3])))

@@ -25,27 +25,27 @@ def test_widths() -> None:
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
     for wrong in ((6, 16, 120), (6, 16, 0, 84)):
         with pytest.raises(ValueError, match="widths is"):
-            LeNet5(widths=wrong)
+            LeNet5((1, 28, 28), 10, widths=wrong)
 
 
 def test_order_of_the_layers() -> None:
     block = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d]
     dense = [nn.Linear, nn.ReLU, nn.Dropout]
-    model = LeNet5()
+    model = LeNet5((1, 28, 28), 10)
     assert [type(layer) for layer in model.features] == block * 2
     assert [type(layer) for layer in model.classifier] == [nn.Flatten, *dense * 2, nn.Linear]
 
 
 def test_small_images_are_padded_to_lecuns_size() -> None:
-    model = LeNet5().eval()
-    padded = LeNet5((1, 32, 32)).eval()
+    model = LeNet5((1, 28, 28), 10).eval()
+    padded = LeNet5((1, 32, 32), 10).eval()
     padded.load_state_dict(model.state_dict())
     images = torch.randn(2, 1, 28, 28)
     torch.testing.assert_close(model(images), padded(nn.functional.pad(images, (2, 2, 2, 2))))
 
 
 def test_dropout_and_normalization_rest_in_evaluation() -> None:
-    model = LeNet5()
+    model = LeNet5((1, 28, 28), 10)
     images = torch.randn(4, 1, 28, 28)
     assert not torch.equal(model(images), model(images))
     model.eval()

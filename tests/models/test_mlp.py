@@ -10,7 +10,7 @@ from ddpcore.models.small import MLP
 
 
 def test_parameters_and_formula() -> None:
-    model = MLP()
+    model = MLP((1, 28, 28), 10)
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     assert shapes == [(50, 784), (50,), (50, 50), (50,), (10, 50), (10,)]
     assert sum(parameter.numel() for parameter in model.parameters()) == 42310

@@ -14,7 +14,7 @@ def convolutions(model: nn.Module) -> list[nn.Conv2d]:
 
 
 def test_separable_layers() -> None:
-    stem, *layers = convolutions(MobileNet(width=0.25))
+    stem, *layers = convolutions(MobileNet((3, 32, 32), 10, width=0.25))
     assert stem.out_channels == 8 and len(layers) == 26
     for depthwise, pointwise in zip(layers[::2], layers[1::2], strict=True):
         assert depthwise.groups == depthwise.in_channels == depthwise.out_channels == pointwise.in_channels
@@ -38,7 +38,7 @@ def test_an_inverted_residual_adds_its_input_unless_it_strides(channels_out: int
 
 
 def test_stages_of_the_second_version() -> None:
-    model, shapes = MobileNetV2(width=0.125), []
+    model, shapes = MobileNetV2((3, 32, 32), 10, width=0.125), []
     for module in model.features:
         if isinstance(module, InvertedResidual):
             module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:3])))
@@ -47,10 +47,10 @@ def test_stages_of_the_second_version() -> None:
     assert shapes == sizes
     assert model.head.linear.in_features == 1280, "kept below a width of 1"
     with torch.device("meta"):
-        assert MobileNetV2(width=1.5).head.linear.in_features == 1920
+        assert MobileNetV2((3, 32, 32), 10, width=1.5).head.linear.in_features == 1920
 
 
 def test_impossible_width() -> None:
     for kind in (MobileNet, MobileNetV2):
         with pytest.raises(ValueError, match="width is -1"):
-            kind(width=-1)
+            kind((3, 32, 32), 10, width=-1)

@@ -27,14 +27,15 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def test_parameter_counts() -> None:
-    assert num_parameters(ResNet18()) == count_by_hand(3, (2, 2, 2, 2), (64, 128, 256, 512), 10) == 11173962
-    assert num_parameters(ResNet()) == count_by_hand(3, (1, 1, 1, 1), (16, 32, 64, 128), 10) == 308826
+    by_hand = count_by_hand(3, (2, 2, 2, 2), (64, 128, 256, 512), 10)
+    assert num_parameters(ResNet18((3, 32, 32), 10)) == by_hand == 11173962
+    assert num_parameters(ResNet((3, 32, 32), 10)) == count_by_hand(3, (1, 1, 1, 1), (16, 32, 64, 128), 10) == 308826
     other = ResNet((1, 28, 28), 7, blocks=(2, 1, 3), widths=(8, 8, 24))
     assert num_parameters(other) == count_by_hand(1, (2, 1, 3), (8, 8, 24), 7)
 
 
 def test_stages_after_the_first_halve_the_image() -> None:
-    model = ResNet(blocks=(2, 1, 2), widths=(4, 8, 8))
+    model = ResNet((3, 32, 32), 10, blocks=(2, 1, 2), widths=(4, 8, 8))
     shapes = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:])))
@@ -65,4 +66,4 @@ def test_layers_of_a_block() -> None:
 def test_impossible_sizes() -> None:
     for blocks, widths in (((1, 1), (8,)), ((), ()), ((0,), (8,)), ((1,), (0,))):
         with pytest.raises(ValueError, match=r"blocks \[.*\] and widths \[.*\] must be as many, each at least 1"):
-            ResNet(blocks=blocks, widths=widths)
+            ResNet((3, 32, 32), 10, blocks=blocks, widths=widths)

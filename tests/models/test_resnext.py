@@ -31,7 +31,7 @@ def test_a_block_adds_its_input(channels_in: int, stride: int) -> None:
 
 
 def test_stages() -> None:
-    model, shapes = ResNeXt29(blocks=(1, 2, 1), cardinality=2, base_width=3), []
+    model, shapes = ResNeXt29((3, 32, 32), 10, blocks=(1, 2, 1), cardinality=2, base_width=3), []
     for module in model.features:
         if isinstance(module, GroupedBottleneck):
             module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:])))
@@ -43,11 +43,11 @@ def test_stages() -> None:
 def test_the_papers_variants_have_their_published_sizes(cardinality: int, millions: float) -> None:
     """8 x 64d and 16 x 64d as the paper has them, cut after one digit."""
     with torch.device("meta"):
-        model = ResNeXt29(cardinality=cardinality)
+        model = ResNeXt29((3, 32, 32), 10, cardinality=cardinality)
     assert sum(parameter.numel() for parameter in model.parameters()) // 100_000 == round(10 * millions)
 
 
 def test_impossible_sizes() -> None:
     for options in ({"blocks": ()}, {"blocks": (0,)}, {"cardinality": 0}, {"base_width": 0}):
         with pytest.raises(ValueError, match="each must be at least 1"):
-            ResNeXt29(**options)
+            ResNeXt29((3, 32, 32), 10, **options)

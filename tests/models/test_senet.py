@@ -25,7 +25,7 @@ def test_a_block_adds_its_input(channels_in: int, channels_out: int, stride: int
 
 
 def test_stages() -> None:
-    model, shapes = SENet18(blocks=(1, 2), widths=(4, 6)), []
+    model, shapes = SENet18((3, 32, 32), 10, blocks=(1, 2), widths=(4, 6)), []
     for module in model.features:
         if isinstance(module, PreActivationBlock):
             module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:])))
@@ -35,4 +35,4 @@ def test_stages() -> None:
 
 def test_impossible_sizes() -> None:
     with pytest.raises(ValueError, match=r"blocks \[1\] and widths \[4, 6\] must be as many"):
-        SENet18(blocks=(1,), widths=(4, 6))
+        SENet18((3, 32, 32), 10, blocks=(1,), widths=(4, 6))

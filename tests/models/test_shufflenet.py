@@ -30,7 +30,7 @@ def test_a_unit_that_strides_uses_all_channels_twice() -> None:
 
 
 def test_stages() -> None:
-    model, shapes = ShuffleNet(blocks=(2, 1), widths=(6, 8), head_width=12), []
+    model, shapes = ShuffleNet((3, 32, 32), 10, blocks=(2, 1), widths=(6, 8), head_width=12), []
     for module in model.features:
         if isinstance(module, Unit | DownUnit):
             module.register_forward_hook(lambda module, inputs, outputs: shapes.append(tuple(outputs.shape[1:])))
@@ -40,8 +40,8 @@ def test_stages() -> None:
 
 def test_impossible_sizes() -> None:
     with pytest.raises(ValueError, match="must be as many"):
-        ShuffleNet(widths=(4, 6))
+        ShuffleNet((3, 32, 32), 10, widths=(4, 6))
     with pytest.raises(ValueError, match=r"widths is \[4, 6, 7\], each must be even"):
-        ShuffleNet(widths=(4, 6, 7))
+        ShuffleNet((3, 32, 32), 10, widths=(4, 6, 7))
     with pytest.raises(ValueError, match="head_width is 0"):
-        ShuffleNet(head_width=0)
+        ShuffleNet((3, 32, 32), 10, head_width=0)

@@ -8,7 +8,7 @@ from ddpcore.models.small import SimpleNet
 
 
 def test_parameters_and_formula() -> None:
-    model = SimpleNet()
+    model = SimpleNet((10,), 2)
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     assert shapes == [(50, 10), (50,), (2, 50), (2,)]
     assert sum(parameter.numel() for parameter in model.parameters()) == 652

@@ -11,7 +11,7 @@ from ddpcore.models.small import SpeechLSTM
 
 def test_the_published_layers() -> None:
     with torch.device("meta"):
-        model = SpeechLSTM()
+        model = SpeechLSTM((21, 260), 32000)
     assert (model.lstm.num_layers, model.lstm.hidden_size, model.lstm.bidirectional) == (6, 512, True)
     assert [(layer.in_features, layer.out_features) for layer in model.head] == [(1024, 256), (256, 32000)]
 
@@ -45,4 +45,4 @@ def test_samples_of_any_size_fit() -> None:
 def test_impossible_sizes() -> None:
     for option in ("depth", "width", "bottleneck"):
         with pytest.raises(ValueError, match=f"{option} 0.*each must be at least 1"):
-            SpeechLSTM(**{option: 0})
+            SpeechLSTM((21, 260), 32000, **{option: 0})

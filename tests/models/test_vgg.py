@@ -10,7 +10,7 @@ from ddpcore.models.convolutional import VGG19
 
 
 def test_layers() -> None:
-    model = VGG19(width=1 / 16)
+    model = VGG19((3, 32, 32), 10, width=1 / 16)
     weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     assert len(weighted) == 17, "16 convolutions and one linear layer for the paper's three"
     assert [module.out_channels for module in weighted[:-1]] == [4] * 2 + [8] * 2 + [16] * 4 + [32] * 8
@@ -24,4 +24,4 @@ def test_layers() -> None:
 
 def test_impossible_width() -> None:
     with pytest.raises(ValueError, match="width is 0"):
-        VGG19(width=0)
+        VGG19((3, 32, 32), 10, width=0)

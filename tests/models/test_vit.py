@@ -24,7 +24,7 @@ def test_parameter_counts() -> None:
     def count(model: ViT) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
-    assert count(ViT()) == count_by_hand(3, 32, 4, 128, 6, 256, 10) == 811146
+    assert count(ViT((3, 32, 32), 10)) == count_by_hand(3, 32, 4, 128, 6, 256, 10) == 811146
     other = ViT((1, 28, 28), 7, patch_size=7, width=24, depth=2, num_heads=3, mlp_width=40)
     assert count(other) == count_by_hand(1, 28, 7, 24, 2, 40, 7)
 
@@ -55,7 +55,7 @@ def test_attention_by_its_formula() -> None:
 
 
 def test_only_the_class_token_gives_the_logits_and_it_sees_every_patch() -> None:
-    model = ViT(depth=1).eval()
+    model = ViT((3, 32, 32), 10, depth=1).eval()
     images = torch.randn(1, 3, 32, 32)
     logits = model(images)
     for corner in ((0, 0), (0, 31), (31, 0), (31, 31)):
@@ -80,13 +80,13 @@ def test_drop_path_keeps_the_expectation_and_rests_in_evaluation() -> None:
 
 
 def test_drop_path_grows_with_depth() -> None:
-    shares = [block.drop_path.share for block in ViT(depth=5, stochastic_depth=0.2).blocks]
+    shares = [block.drop_path.share for block in ViT((3, 32, 32), 10, depth=5, stochastic_depth=0.2).blocks]
     assert shares == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
-    assert ViT(depth=1, stochastic_depth=0.2).blocks[0].drop_path.share == 0
+    assert ViT((3, 32, 32), 10, depth=1, stochastic_depth=0.2).blocks[0].drop_path.share == 0
 
 
 def test_dropout_rests_in_evaluation() -> None:
-    model = ViT(dropout=0.5, stochastic_depth=0.5, depth=2)
+    model = ViT((3, 32, 32), 10, dropout=0.5, stochastic_depth=0.5, depth=2)
     images = torch.randn(4, 3, 32, 32)
     assert not torch.equal(model(images), model(images))
     model.eval()
@@ -105,4 +105,4 @@ def test_dropout_rests_in_evaluation() -> None:
 )
 def test_impossible_sizes(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ViT(**options)
+        ViT((3, 32, 32), 10, **options)

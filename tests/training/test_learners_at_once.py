@@ -116,7 +116,7 @@ def test_split_in_a_loop_of_your_own(strategy):
     found = []
     for at_once in (L, None, 3):
         torch.manual_seed(0)
-        model = SimpleCNN(input_shape=(3, 32, 32))
+        model = SimpleCNN(input_shape=(3, 32, 32), num_classes=10)
         optimizer = ddpcore.optim.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
         handle = ddpcore.distribute(model, optimizer, strategy(), learners=L, vectorize=False)
         x, y = torch.randn(2, L, B, 3, 32, 32), torch.randint(10, (2, L, B))
@@ -128,7 +128,7 @@ def test_split_in_a_loop_of_your_own(strategy):
 
 
 def test_a_loop_that_ends_early_leaves_the_model_as_it_was():
-    model = SimpleCNN(input_shape=(3, 32, 32))
+    model = SimpleCNN(input_shape=(3, 32, 32), num_classes=10)
     handle = ddpcore.distribute(model, ddpcore.optim.FusedSGD(model.parameters(), lr=0.1), ddpcore.SSGD(), learners=L)
     x = torch.randn(L, B, 3, 32, 32)
     for (part,) in handle.split(x):
@@ -139,7 +139,8 @@ def test_a_loop_that_ends_early_leaves_the_model_as_it_was():
 
 def test_a_baseline_gets_its_batch_as_it_is():
     x = torch.randn(B, 3, 32, 32)
-    assert [part is x for (part,) in Distributed(SimpleCNN(input_shape=(3, 32, 32)), None).split(x)] == [True]
+    model = SimpleCNN(input_shape=(3, 32, 32), num_classes=10)
+    assert [part is x for (part,) in Distributed(model, None).split(x)] == [True]
 
 
 def test_small_learners_run_all_at_once(monkeypatch):

@@ -9,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ddpcore.comm.groups import TIMEOUT_SECONDS
 from ddpcore.comm.shared.memory import Memory
 from ddpcore.comm.shared.segments import SegmentCommunicator
-from ddpcore.runtime import launch
+from ddpcore.runtime.launch import TIMEOUT_SECONDS, before_exit
 
 SHARED_MEMORY = Path("/dev/shm")
 COUNTER = 4  # index of the name of torch's reference counter file in a handle of shared memory
@@ -61,7 +60,7 @@ def forget() -> None:
         (SHARED_MEMORY / _counters.pop().lstrip("/")).unlink(missing_ok=True)
 
 
-launch.before_exit.append(forget)
+before_exit.append(forget)
 
 
 # The three CUDA calls are functions of their own, so that tests can replace them.

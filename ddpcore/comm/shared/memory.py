@@ -131,28 +131,23 @@ class Buffers:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._views: dict[int, Mapping[int, Tensor]] = {}  # of each buffer: of each rank, as bytes
-        self._places: dict[int, range] = {}  # addresses of this rank's bytes
+        self._known: dict[int, tuple[range, dict[int, Tensor]]] = {}  # addresses of own bytes, others' bytes by rank
         self._numbers = count()
 
     def add(self, own: Tensor, views: Mapping[int, Tensor]) -> None:
         """Add this rank's buffer as bytes, with all ranks' buffers. Others' views are kept until ``own`` is freed."""
         number = next(self._numbers)
-        self._places[number] = range(own.data_ptr(), own.data_ptr() + own.nbytes)
-        self._views[number] = {rank: view for rank, view in views.items() if rank != self._rank}
-        weakref.finalize(own.untyped_storage(), self._forget, number).atexit = False
-
-    def _forget(self, number: int) -> None:
-        del self._places[number], self._views[number]
+        others = {rank: view for rank, view in views.items() if rank != self._rank}
+        self._known[number] = range(own.data_ptr(), own.data_ptr() + own.nbytes), others
+        weakref.finalize(own.untyped_storage(), self._known.pop, number, None).atexit = False
 
     def find(self, rows: Tensor) -> tuple[str, dict[int, Tensor]] | None:
         """Return the place of a row ``[1, x]`` in a buffer, as text, and the same columns of all ranks; else None."""
         first, num_bytes = rows.data_ptr(), rows.nbytes
-        for number, place in tuple(self._places.items()):  # another thread may free a buffer meanwhile
+        for number, (place, views) in tuple(self._known.items()):  # another thread may free a buffer meanwhile
             start = first - place.start
             if start >= 0 and start + num_bytes <= len(place) and num_bytes > 0:
-                views = self._views[number].items()
-                columns = {rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in views}
+                columns = {rank: view[start : start + num_bytes].view(rows.dtype) for rank, view in views.items()}
                 return f"at byte {start} of buffer {number}", {**columns, self._rank: rows[0]}
         return None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ddpcore.comm.base import Communicator, Exchange, LiveWeights, PairMean, Work
-from ddpcore.comm.groups import TIMEOUT_SECONDS, at, check_has_average, check_timeout, default_group, size_of
+from ddpcore.comm.groups import at, check_has_average, default_group, size_of
 from ddpcore.comm.reductions import all_reduce_bytes, average_half_, average_share_
 from ddpcore.comm.shared.coordination import NUM_TEXTS, Coordinator
 from ddpcore.comm.shared.live import SharedLiveWeights
@@ -65,7 +65,7 @@ class SegmentCommunicator(Communicator):
         in_thread: bool = False,
     ) -> None:
         group = default_group(group)
-        check_timeout(timeout)
+        launch.check_timeout(timeout)
         self._group, self._timeout = group, timeout
         self._coordinator = Coordinator(group, timeout, among=among)
         self._memory = memory
@@ -275,7 +275,7 @@ class SharedMemoryCommunicator(SegmentCommunicator):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        timeout: float = TIMEOUT_SECONDS,
+        timeout: float = launch.TIMEOUT_SECONDS,
         among: Sequence[int] | None = None,
         *,
         in_thread: bool | None = None,

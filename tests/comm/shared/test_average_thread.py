@@ -105,11 +105,10 @@ def test_a_buffer_is_found_while_a_thread_frees_another() -> None:
 
         @property
         def start(self) -> int:
-            if 1 in buffers._places:
-                buffers._forget(1)
+            buffers._known.pop(1, None)
             return rows[0].data_ptr()
 
-    buffers._places[0] = Place()  # type: ignore[assignment]
+    buffers._known[0] = Place(), {}  # type: ignore[assignment]
     found = buffers.find(rows[2][None])
     assert found is not None and found[0] == "at byte 0 of buffer 2"
 
