@@ -162,7 +162,7 @@ class Distributed:
                 ``recalibrate``: statistics of batch normalization, computed again with the averaged weights.
             batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
 
-        ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
+        ValueError: an unknown ``batch_norm``, ``recalibrate`` and ``batches`` not together, ``recalibrate`` of shards.
         """
         if batch_norm not in BATCH_NORM:
             raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
