@@ -169,6 +169,7 @@ class Distributed:
         if (batch_norm == "recalibrate") != (batches is not None):
             raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
         model = self._copy(batch_norm)
+        vars(getattr(model, "_orig_mod", model)).pop("_is_accelerate_prepared", None)  # else Accelerate leaves DDP out
         if batches is not None:
             recalibrate(model, batches, self.comm)
         return model
