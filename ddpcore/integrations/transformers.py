@@ -29,7 +29,7 @@ class GossipTrainer(Trainer):
         strategy: such as ``DPSGD()``.
         options: of :func:`ddpcore.distribute`.
 
-    ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
+    ValueError: DeepSpeed, FSDP or another library averages or shards the model too, or ``auto_find_batch_size`` is set.
     """
 
     def __init__(self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -38,6 +38,8 @@ class GossipTrainer(Trainer):
             raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
         accelerate.check_plain(self.accelerator, self.model, options or {})
         self.accelerator.prepare_model = partial(accelerate.prepare_model, self.accelerator)
+        if self.args.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size trains anew, and GossipTrainer only once: find it by a Trainer")
         if self.args.n_gpu > 1:
             raise ValueError("one process would use several GPUs by DataParallel: start one rank a GPU by torchrun")
         self._strategy, self._options = strategy, dict(**accelerate.one_learner(), **(options or {}))
@@ -48,6 +50,8 @@ class GossipTrainer(Trainer):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.handle is not None:
+            raise ValueError("a GossipTrainer trains once: make a new one with model=trainer.handle.evaluation_model()")
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         model, optimizer, scaler = self.model, self.optimizer.optimizer, self.accelerator.scaler
         self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **self._options)

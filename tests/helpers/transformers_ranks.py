@@ -198,6 +198,11 @@ def onward(folder: Path, handle: Any) -> list[tuple[torch.Tensor, torch.Tensor]]
     return found
 
 
+def found_size(folder: Path) -> None:
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], auto_find_batch_size=True)
+    GossipTrainer(MODELS["bert"](), arguments, strategy=ddpcore.DPSGD())
+
+
 def wrapped(folder: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
     arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
@@ -255,6 +260,7 @@ def check(folder: Path) -> dict[str, Any]:
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),
+        "batch size": refused(lambda: found_size(folder / "x")),
         "wrapped": refused(lambda: wrapped(folder / "x")),
         "fsdp": refused(lambda: sharded(folder / "x", DistributedType.FSDP)),
         "deepspeed": refused(lambda: sharded(folder / "x", DistributedType.DEEPSPEED)),

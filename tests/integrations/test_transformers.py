@@ -88,7 +88,8 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
         "another": "use the same strategy",
-        "again": "already serves a distribute() call",
+        "again": "a GossipTrainer trains once: make a new one with model=trainer.handle.evaluation_model()",
+        "batch size": "auto_find_batch_size trains anew, and GossipTrainer only once: find it by a Trainer",
         "wrapped": "wrapped by DistributedDataParallel",
         "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
         "deepspeed": "Accelerate runs DEEPSPEED, which averages or shards by itself",
