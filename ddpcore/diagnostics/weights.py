@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from ddpcore.comm.groups import Call, meet, size_of
 from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of, trained
-from ddpcore.distributed.averaging import AveragedShards
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import is_dtensor
 
@@ -29,7 +28,7 @@ class WeightVector:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if isinstance(model, AveragedShards) or any(map(is_dtensor, trained(model))):
+        if any(map(is_dtensor, trained(model))):
             raise ValueError("parameters are DTensors, such as shards: load their full state dict into a whole model")
         self.parameters = trained(model)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:

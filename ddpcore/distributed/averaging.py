@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import compress
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -59,13 +59,15 @@ class AveragedShards(nn.Module):
     """A sharded model with the average of all learners' weights. No rank holds the whole model.
 
     A call runs the training model with the averaged shards in the place of its own, and is collective over the ranks of
-    a learner. Its ``state_dict()`` has DTensors, for ``torch.distributed.checkpoint``. For ``batch_norm`` see
-    :func:`averaged_model`.
+    a learner. Its parameters and ``state_dict()`` are DTensors, to read only. For ``batch_norm`` see
+    :func:`averaged_model`. ValueError: it is ``recalibrate``.
     """
 
     def __init__(self, learner: Learner, batch_norm: str) -> None:
         super().__init__()
         flat, self._learner, (model,) = learner.flat, learner, learner.models
+        if batch_norm == "recalibrate":
+            raise ValueError("a sharded learner has no batch_norm='recalibrate': take 'average' or 'local'")
         assert flat.shards is not None
         flat.shards.reshard()  # an evaluation of the training model may have left gathered weights in it
         self._average_LP = learner.average_of(learner.weights())
@@ -76,15 +78,23 @@ class AveragedShards(nn.Module):
             (row,) = learner.average_of(flat.shards.padded(parameter)[None])
             places[id(parameter)] = row[: local(parameter).numel()].view(local(parameter).shape)
             self._frozen.append((parameter, places[id(parameter)]))
-        named = model.named_parameters(remove_duplicate=False)  # tied parameters have two names
-        self._averaged = {name: flat.shards.gradient(one, places[id(one)]) for name, one in named if id(one) in places}
-        self._held = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        given: dict[int, Any] = {id(buffer): buffer.clone() for buffer in model.buffers()}
+        for one in model.parameters():
+            averaged = flat.shards.gradient(one, places.get(id(one), local(one)))
+            given[id(one)] = nn.Parameter(averaged, one.requires_grad)
+        layers: dict[nn.Module, nn.Module] = {model: self}  # with the names of the model's, but without its code
+        for module in model.modules():
+            layer = layers[module]
+            layer.training = module.training
+            layer._parameters.update({name: given.get(id(one)) for name, one in module._parameters.items()})
+            layer._buffers.update({name: given.get(id(one)) for name, one in module._buffers.items()})
+            parts = ((name, one) for name, one in module._modules.items() if one is not None)
+            layer._modules.update({name: layers.setdefault(one, nn.Module()) for name, one in parts})
         if batch_norm != "local":
-            check_shared(learner.gather([digest(model.named_buffers())]))
-            average_buffers(self._held, learner.models, learner.average_of)
-            for buffer in filter(has_average, self._held.values()):  # each rank of a learner has seen its own samples
+            check_shared(learner.gather([digest(self.named_buffers())]))
+            average_buffers(dict(self.named_buffers()), learner.models, learner.average_of)
+            for buffer in filter(has_average, self.buffers()):  # each rank of a learner has seen its own samples
                 buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
-        self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the averaged model. RuntimeError: a later backward pass would compute with other weights."""
@@ -96,12 +106,13 @@ class AveragedShards(nn.Module):
         frozen = [(parameter, local(parameter)) for parameter, _ in self._frozen]
         learner.flat.shards.reshard()
         try:
-            for (buffer, _), held in zip(own, self._held.values(), strict=True):
+            for (buffer, _), held in zip(own, self.buffers(), strict=True):
                 buffer.data = held
             for parameter, average in self._frozen:
                 learner.flat.shards.move(parameter, average)
             with modes_kept(model), learner.flat.at(self._average_LP):
-                model.train(self.training)
+                for module, layer in zip(model.modules(), self.modules(), strict=True):
+                    module.training = layer.training
                 return model(*args, **kwargs)
         finally:
             learner.flat.shards.reshard()
@@ -110,10 +121,28 @@ class AveragedShards(nn.Module):
             for buffer, data in own:
                 buffer.data = data
 
+    def train(self, mode: bool = True) -> "AveragedShards":
+        """Set the modes that the model's own ``train()`` sets."""
+        with modes_kept(model := self._learner.models[0]):
+            model.train(mode)
+            for layer, module in zip(self.modules(), model.modules(), strict=True):
+                layer.training = module.training
+        return self
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The averaged weights, as DTensors, and buffers, by their names in the training model."""
-        model = self._learner.models[0]
-        return {key: self._averaged.get(key, self._held.get(key, value)) for key, value in model.state_dict().items()}
+        state = self._learner.models[0].state_dict(*args, **kwargs)
+        own = super().state_dict(prefix=kwargs.get("prefix", ""))
+        state.update({name: own[name] for name in own if name in state})
+        return state
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AveragedShards":
+        return self if all(fn(one) is one for one in [*self.parameters(), *self.buffers()]) else self._refuse()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError("the average of a sharded learner is read-only: load its state_dict() into your own model")
+
+    load_state_dict = __reduce_ex__ = _refuse
 
 
 def _apart(tensors: Sequence[Sequence[Tensor]], comm: Communicator) -> list[bool]:

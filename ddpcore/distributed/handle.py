@@ -162,13 +162,14 @@ class Distributed:
                 ``recalibrate``: statistics of batch normalization, computed again with the averaged weights.
             batches: training inputs of this rank, for ``recalibrate`` alone: tensors, or tuples of arguments.
 
-        ValueError: an unknown ``batch_norm``, or ``batches`` without ``recalibrate``, or the reverse.
+        ValueError: an unknown ``batch_norm``, ``recalibrate`` and ``batches`` not together, ``recalibrate`` of shards.
         """
         if batch_norm not in BATCH_NORM:
             raise ValueError(f"batch_norm is {batch_norm!r}: choose from {', '.join(BATCH_NORM)}")
         if (batch_norm == "recalibrate") != (batches is not None):
             raise ValueError("batch_norm='recalibrate' and batches= go together: pass both or none")
         model = self._copy(batch_norm)
+        vars(getattr(model, "_orig_mod", model)).pop("_is_accelerate_prepared", None)  # else Accelerate leaves DDP out
         if batches is not None:
             recalibrate(model, batches, self.comm)
         return model

@@ -48,7 +48,7 @@ def prepare(
     """
     check_plain(accelerator, model, options)
     number = sum(isinstance(getattr(one, "no_sync", None), NoSync) for one in accelerator._models)
-    model = accelerator.prepare_model(model, evaluation_mode=True)  # device, autocast and compilation, no wrapper
+    model = prepare_model(accelerator, model)
     plain = accelerator._models[-1]  # not compiled
     handle = distribute(model, optimizer, strategy, scaler=accelerator.scaler, **one_learner(), **options)
     model.no_sync = plain.no_sync = NoSync(handle)  # type: ignore[assignment]
@@ -80,14 +80,24 @@ def prepare(
 
 
 def check_plain(accelerator: Accelerator, model: nn.Module, options: dict[str, Any]) -> None:
-    """Raise ValueError if another library averages or shards, the model is prepared, or ``group`` is not whole."""
+    """Raise ValueError if another library averages or shards, it has the model, or ``group`` is not whole."""
     if accelerator.distributed_type not in [DistributedType[name] for name in _PLAIN]:
         other = f"{accelerator.distributed_type.value}, which averages or shards by itself"
         raise ValueError(f"Accelerate runs {other}: configure plain CPUs or GPUs for ddpcore")
-    if getattr(model, "_is_accelerate_prepared", False):
+    if any(accelerator.unwrap_model(one) is accelerator.unwrap_model(model) for one in accelerator._models):
         raise ValueError("accelerator.prepare() has the model already: pass the model itself, before prepare()")
     if (group := options.get("group")) is not None and group.size() != accelerator.num_processes:
         raise ValueError(f"group has {group.size()} of {accelerator.num_processes} processes: leave group= out")
+
+
+def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
+    """``accelerator.prepare_model`` without a wrapper: device, autocast and compilation, and no earlier autocast."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    if all(one is not model for one in accelerator._models):
+        vars(inner).pop("_is_accelerate_prepared", None)  # of another Accelerator, as that of an earlier Trainer
+        if (forward := vars(inner).pop("_original_forward", None)) is not None:
+            (inner if getattr(forward, "__self__", model) is inner else model).forward = forward
+    return Accelerator.prepare_model(accelerator, model, **{**options, "evaluation_mode": True})
 
 
 class _Loaded(nn.Module):

@@ -1,6 +1,7 @@
 """``GossipTrainer``: a ``Trainer`` of transformers that trains with ``ddpcore.distribute``."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.saved import replaced
-from ddpcore.integrations.accelerate import NoSync, check_plain, load_rank_file, one_learner, rank_file, save_rank_file
+from ddpcore.integrations import accelerate
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -28,18 +29,20 @@ class GossipTrainer(Trainer):
         strategy: such as ``DPSGD()``.
         options: of :func:`ddpcore.distribute`.
 
-    ValueError: DeepSpeed, FSDP or another library averages or shards the model too.
+    ValueError: DeepSpeed, FSDP or another library averages or shards the model too, or ``auto_find_batch_size`` is set.
     """
 
     def __init__(self, *args: Any, strategy: Strategy, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not isinstance(strategy, Strategy):
             raise ValueError(f"GossipTrainer got strategy={strategy!r}: pass a strategy of ddpcore, such as DPSGD()")
-        check_plain(self.accelerator, self.model, options or {})
+        accelerate.check_plain(self.accelerator, self.model, options or {})
+        self.accelerator.prepare_model = partial(accelerate.prepare_model, self.accelerator)
+        if self.args.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size trains anew, and GossipTrainer only once: find it by a Trainer")
         if self.args.n_gpu > 1:
-            why = "one process would use several GPUs through DataParallel"
-            raise ValueError(f"{why}: start one rank a GPU by torchrun")
-        self._strategy, self._options = strategy, options or {}
+            raise ValueError("one process would use several GPUs by DataParallel: start one rank a GPU by torchrun")
+        self._strategy, self._options = strategy, dict(**accelerate.one_learner(), **(options or {}))
         self.handle: Any = None
         self._scaler: dict[str, Any] | None = None
         if not strategy.traits.averages_gradients:
@@ -47,15 +50,12 @@ class GossipTrainer(Trainer):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = lambda model, **kwargs: prepare(model, **{**kwargs, "evaluation_mode": True})
-        try:
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        finally:
-            del self.accelerator.prepare_model
+        if self.handle is not None:
+            raise ValueError("a GossipTrainer trains once: make a new one with model=trainer.handle.evaluation_model()")
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         model, optimizer, scaler = self.model, self.optimizer.optimizer, self.accelerator.scaler
-        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **one_learner(), **self._options)
-        model.no_sync = NoSync(self.handle)
+        self.handle = distribute(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        model.no_sync = accelerate.NoSync(self.handle)
         if resume_from_checkpoint is not None:  # after distribute, which starts all ranks alike
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
@@ -77,12 +77,12 @@ class GossipTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.handle is not None:
-            save_rank_file(self.handle, output_dir, self.args.process_index, scaler=self.accelerator.scaler)
+            accelerate.save_rank_file(self.handle, output_dir, self.args.process_index, scaler=self.accelerator.scaler)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self.handle is not None and checkpoint is not None and rank_file(checkpoint, 0).exists():
+        if self.handle is not None and checkpoint is not None and accelerate.rank_file(checkpoint, 0).exists():
             device = self.args.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else samplers draw other samples
-                self._scaler = load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)
+                self._scaler = accelerate.load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)

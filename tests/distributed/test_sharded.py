@@ -87,6 +87,21 @@ def test_the_average_has_tied_and_frozen_parameters(four):
         assert of_rank["average"]["kept"], "an evaluation has changed the training model"
 
 
+def test_the_average_is_a_module_that_can_be_read_only(four):
+    """Names, full state and modes are those of the model. A block keeps a mode of its own, as in a copy."""
+    for of_rank in four:
+        found = of_rank["average"]
+        names, others = found["names"]
+        assert names == others and len(names) > 8
+        assert found["parameters"] <= TOLERANCE and found["full"] <= TOLERANCE
+        assert found["modes"] == [False, True, True, True, False, False], "of the block and the average, three times"
+        assert found["moved"], "it was there already"
+        assert found["recalibrate"] == "a sharded learner has no batch_norm='recalibrate': take 'average' or 'local'"
+        for text in found["refused"]:
+            assert text.startswith("the average of a sharded learner is read-only: load its state_dict() into")
+            assert "\n" not in text
+
+
 def test_a_learner_raises_or_skips_as_a_whole(four):
     raised = [of_rank["nonfinite"]["raise", "local_sgd"] for of_rank in four]
     assert ["error" in one for one in raised] == [False, False, True, True]

@@ -126,6 +126,13 @@ def prepared_before() -> None:
     prepare(accelerator, model, FusedSGD(model.parameters(), lr=0.1), ddpcore.DPSGD())
 
 
+def wrapped_by_accelerate() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model)
+    prepare(accelerator, model, optimizer, ddpcore.DPSGD())
+
+
 def wrapped_before() -> None:
     accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
     optimizer = FusedSGD(model.parameters(), lr=0.1)
@@ -182,6 +189,7 @@ def check(folder: Path) -> dict[str, Any]:
     found["model"] = (flat(handle.evaluation_model()), flat_file(folder / "model"))
     found["refused"] = {
         "prepared": refused(prepared_before),
+        "prepared with DDP": refused(wrapped_by_accelerate),
         "wrapped": refused(wrapped_before),
         "fsdp": refused(sharded),
         "another": refused(lambda: train(range(1), ddpcore.SSGD(), resume=folder / "no")),

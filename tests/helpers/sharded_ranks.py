@@ -26,6 +26,7 @@ from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import oracle, sharded_memory
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
+from helpers.sharded_averages import average_of_ties_and_teachers
 from helpers.sharded_models import FEATURES, net, sharded
 from helpers.sharded_places import (
     CPU,
@@ -37,7 +38,6 @@ from helpers.sharded_places import (
     begun,
     distance,
     weights,
-    whole,
 )
 from helpers.sharded_states import refused_states, resharded, resumed, save_and_load
 
@@ -217,32 +217,6 @@ def saved_average(place: Place, page: str, folder: Path) -> dict[str, Any]:
     exec(third.replace('="saved"', f'="{folder}/saved"'), names)
     own = distance(weights(model), {name: value for name, value in state.items() if "running" not in name})
     return {"outputs": float((outputs - wanted).abs().max()), "own": own, "training": model.training}
-
-
-def average_of_ties_and_teachers(place: Place) -> dict[str, Any]:
-    """The average after the training model was evaluated, with tied weights and a frozen block that differs."""
-    model = net(tied=True)
-    model.blocks[0].requires_grad_(False)
-    model = sharded(model, place.mesh["shard"])
-    optimizer = FusedSGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(8), group=place.mesh["learners"])
-    place.train(handle, range(2))
-    with torch.no_grad():
-        for parameter in model.blocks[0].parameters():
-            parameter.to_local().add_(place.learner)
-        model(place.x[0, 0])  # leaves the gathered weights of the root
-    averaged = handle.evaluation_model().eval()
-    state = {name: whole(value) for name, value in averaged.state_dict().items()}
-    own = weights(model)
-    mean = {name: value.clone() for name, value in own.items()}
-    for value in mean.values():
-        dist.all_reduce(value, group=place.mesh.get_group("learners"))
-        value.div_(place.num)
-    other = net(tied=True).eval()
-    other.load_state_dict(mean)
-    with torch.no_grad():
-        apart = float((averaged(place.x[0, 0]) - other(place.x[0, 0])).abs().max())
-    return {"state": distance(state, mean), "outputs": apart, "kept": distance(weights(model), own) == 0}
 
 
 def momentum_average(place: Place) -> float:

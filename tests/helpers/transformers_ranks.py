@@ -71,9 +71,12 @@ class Losses(transformers.TrainerCallback):
             self.rows.append(logs["loss"])
 
 
-def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: Any) -> tuple[Any, list[float]]:
+def train(
+    folder: Path, name: str, strategy: Any, resume: Any = None, model: Any = None, **more: Any
+) -> tuple[Any, list[float]]:
+    """A ``GossipTrainer`` evaluates a given ``model`` first."""
     transformers.set_seed(3)
-    model = MODELS[name]()
+    given, model = model, MODELS[name]() if model is None else model
     options = {"max_steps": 8, "save_steps": 4, "learning_rate": 0.01, "logging_steps": 1, **more}
     arguments = transformers.TrainingArguments(
         str(folder),
@@ -91,6 +94,9 @@ def train(folder: Path, name: str, strategy: Any, resume: Any = None, **more: An
         trainer = Trainer(model, arguments, **kwargs)
     else:
         trainer = GossipTrainer(model, arguments, strategy=strategy, **kwargs)
+        if given is not None:
+            trainer.evaluate()
+            transformers.set_seed(3)  # its loader has drawn a number
     trainer.train(resume_from_checkpoint=resume)
     trainer.begin = losses.begin
     return trainer, losses.rows
@@ -159,6 +165,44 @@ def interrupted(folder: Path, **options: Any) -> tuple[torch.Tensor, torch.Tenso
     return flat(whole.model), flat(resumed.model)
 
 
+def earlier(folder: Path) -> dict[tuple[bool, bool], tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of SSGD with new models, and with models that a plain Trainer had evaluated, perhaps in other precision.
+
+    One process has those of a plain Trainer instead of the first.
+    """
+    found = {}
+    for bf16 in (False, True):
+        options = {"max_steps": 3, "bf16": bf16, "save_strategy": "no"}
+        new, _ = train(folder, "bert", ddpcore.SSGD() if dist.is_initialized() else None, **options)
+        for other in (bf16, not bf16):
+            transformers.set_seed(3)
+            arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], bf16=other)
+            trainer = Trainer(MODELS["bert"](), arguments, eval_dataset=Sentences("bert"))
+            trainer.evaluate()
+            later, _ = train(folder, "bert", ddpcore.SSGD(), model=trainer.model, **options)
+            found[bf16, other] = flat(new.model), flat(later.model)
+    return found
+
+
+def onward(folder: Path, handle: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of a plain Trainer and of SSGD that go on with a run's average, and with a model that loads its state."""
+    found = []
+    for strategy in (None, ddpcore.SSGD):
+        pair = []
+        for average in (handle.evaluation_model(), MODELS["bert"]()):
+            average.load_state_dict(handle.evaluation_model().state_dict())
+            made = None if strategy is None else strategy()
+            trainer, _ = train(folder, "bert", made, model=average, max_steps=3, save_strategy="no")
+            pair.append(flat(trainer.model))
+        found.append(tuple(pair))
+    return found
+
+
+def found_size(folder: Path) -> None:
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], auto_find_batch_size=True)
+    GossipTrainer(MODELS["bert"](), arguments, strategy=ddpcore.DPSGD())
+
+
 def wrapped(folder: Path) -> None:
     model = torch.nn.parallel.DistributedDataParallel(MODELS["bert"]())
     arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
@@ -196,11 +240,12 @@ def check(folder: Path) -> dict[str, Any]:
     }
     found["scaled"] = scaled(folder / "scaled")
     found["grouped"] = interrupted(folder / "grouped", train_sampling_strategy="group_by_length")
-    _, onward = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
+    _, back = train(folder / "back", "bert", None, resume=str(where / "checkpoint-4"), **options)
     _, begun = train(
         folder / "begun", "bert", ddpcore.DPSGD(), resume=str(folder / "ddp-bert" / "checkpoint-4"), **options
     )
-    found["moves"] = (onward, begun)
+    found["moves"] = (back, begun)
+    found |= {"earlier": earlier(folder / "earlier"), "onward": onward(folder / "onward", whole.handle)}
     best = {"eval_strategy": "steps", "eval_steps": 4, "load_best_model_at_end": True, "greater_is_better": True}
     asynchronous, _ = train(folder / "best", "bert", ddpcore.ADPSGD(), metric_for_best_model="eval_loss", **best)
     chosen = asynchronous.state.best_model_checkpoint
@@ -215,6 +260,7 @@ def check(folder: Path) -> dict[str, Any]:
         "strategy": refused(lambda: train(folder / "x", "bert", "dpsgd")),
         "another": refused(lambda: train(where, "bert", ddpcore.SSGD(), resume=str(where / "checkpoint-4"))),
         "again": refused(whole.train),
+        "batch size": refused(lambda: found_size(folder / "x")),
         "wrapped": refused(lambda: wrapped(folder / "x")),
         "fsdp": refused(lambda: sharded(folder / "x", DistributedType.FSDP)),
         "deepspeed": refused(lambda: sharded(folder / "x", DistributedType.DEEPSPEED)),
@@ -239,6 +285,7 @@ def check_alone(folder: Path) -> dict[str, Any]:
         "step": later.handle.learner.step,
         "again": (flat(onward.model), flat(again.model)),
         "resumed": interrupted(own),
+        "earlier": earlier(folder / "earlier"),
         "unseeded": interrupted(own, accelerator_config={"use_seedable_sampler": False}),
     }
 

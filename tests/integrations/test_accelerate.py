@@ -86,6 +86,7 @@ def test_save_model_writes_all_averaged_weights(both: list[dict[str, Any]]) -> N
 def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "prepared": "accelerator.prepare() has the model already",
+        "prepared with DDP": "accelerator.prepare() has the model already",
         "wrapped": "wrapped by DistributedDataParallel",
         "another": "use the same strategy",
         "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
@@ -112,6 +113,27 @@ def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, 
 
 def test_one_process(alone: dict[str, Any]) -> None:
     assert torch.equal(*alone["resumed"])
+
+
+def test_a_model_that_another_accelerator_had() -> None:
+    """Its autocast is gone, and a compiled average of a run goes on, too."""
+    import accelerate
+    from accelerate.state import AcceleratorState
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    weights, inputs = copy.deepcopy(model.state_dict()), torch.randn(2, 4)
+    wanted = model(inputs)
+    for backend, others in (("no", "no"), ("no", "eager"), ("eager", "no"), ("eager", "eager"), ("no", "no")):
+        AcceleratorState._reset_state()
+        other = accelerate.Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend=others)
+        model = other.prepare(model)
+        assert not torch.equal(model(inputs), wanted)
+        _, handle, model, train = _run(model, dynamo_backend=backend)
+        assert torch.equal(model(inputs), wanted)
+        train(3, seed=0)
+        model = handle.evaluation_model()
+        model.load_state_dict({name: weights[name.removeprefix("_orig_mod.")] for name in model.state_dict()})
 
 
 def test_several_models_of_one_loop(tmp_path: Path) -> None:

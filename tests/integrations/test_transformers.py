@@ -88,7 +88,8 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     expected = {
         "strategy": "GossipTrainer got strategy='dpsgd': pass a strategy of ddpcore",
         "another": "use the same strategy",
-        "again": "already serves a distribute() call",
+        "again": "a GossipTrainer trains once: make a new one with model=trainer.handle.evaluation_model()",
+        "batch size": "auto_find_batch_size trains anew, and GossipTrainer only once: find it by a Trainer",
         "wrapped": "wrapped by DistributedDataParallel",
         "fsdp": "Accelerate runs FSDP, which averages or shards by itself",
         "deepspeed": "Accelerate runs DEEPSPEED, which averages or shards by itself",
@@ -98,6 +99,22 @@ def test_refusals_are_one_line(both: list[dict[str, Any]]) -> None:
     for name, words in expected.items():
         message = both[0]["refused"][name]
         assert words in message and "\n" not in message, (name, message)
+
+
+def test_an_earlier_trainer_leaves_nothing_on_the_model(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Not the autocast of another precision either. One process has the bits of a plain Trainer with a new model."""
+    for found in (*both, alone):
+        for case, weights in found["earlier"].items():
+            assert torch.equal(*weights), case
+    assert not torch.equal(both[0]["earlier"][False, False][0], both[0]["earlier"][True, True][0])
+
+
+def test_the_average_of_a_run_goes_on_in_another_trainer(both: list[dict[str, Any]]) -> None:
+    """As a model that loads its state. A plain Trainer trains it with DDP, as any model."""
+    for found in both:
+        for own, other in found["onward"]:
+            assert torch.equal(own, other)
+    assert torch.equal(*(found["onward"][0][0] for found in both))
 
 
 def test_one_process_goes_on_with_the_average_of_two_ranks(both: list[dict[str, Any]], alone: dict[str, Any]) -> None:
