@@ -103,10 +103,8 @@ class ResetWatch:
             views = zip(flat.index, map(weakref.ref, flat.grad_views), versions, strict=True)
             noted = {key: (ref, version) for key, ref, version in views} | noted
         num, rows = len(flat.segments), dict[int, list[int]]()  # learners by segment
-        for key, (ref, version) in noted.items():
-            row, segment = divmod(flat.index[key], num)
-            if (grad := grads[flat.index[key]]) is None or grad is not ref() or _version_of(grad) != version:
-                rows.setdefault(segment, []).append(row)
+        for index in _changed(flat, grads, noted):
+            rows.setdefault(index % num, []).append(index // num)
         known = Counter(flat.index[key] % num for key in noted)
         for segment in sorted(rows):
             if len(rows[segment]) < known[segment]:
@@ -148,6 +146,31 @@ class ResetWatch:
             why = "as zero_grad() of its model does, and other learners' gradients add up"
             advice = "call optimizer.zero_grad(), or zero_grad() of each of handle.models"
             raise RuntimeError(f"gradients of learner {learners} alone were reset after the last step, {why}: {advice}")
+
+
+def _changed(flat: FlatParameters, grads: Sequence[Tensor | None], noted: Noted) -> list[int]:
+    """The indices of the gradients that are others than those noted, or have changed since then.
+
+    Gradients of a learner's weights that ``torch.cat`` or ``stack`` joined share a version: the last of them noted it.
+    """
+    found, kept, written = list[int](), list[int](), list[int]()
+    for key, (ref, version) in noted.items():
+        index = flat.index[key]
+        if (grad := grads[index]) is None or grad is not ref():
+            found.append(index)
+        else:
+            (kept if _version_of(grad) == version else written).append(index)
+    if not written:
+        return found
+
+    def place(index: int) -> tuple[object, ...]:
+        grad, row = grads[index], index // len(flat.segments)
+        assert grad is not None
+        shares = grad.layout == torch.strided and (flat.grad_start is None or grad is not flat.grad_views[index])
+        return (row, grad.untyped_storage().data_ptr(), grad._version) if shares else (index,)
+
+    last = set(map(place, kept))
+    return found + [index for index in written if place(index) not in last]
 
 
 def _note(resets: ResetWatch, parameter: Tensor) -> None:

@@ -29,6 +29,7 @@ from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_s
 from ddpcore.strategies.ssgd import own_samples
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
+_kind_of = attrgetter("dtype", "shape")
 
 
 class LoopWatch:
@@ -162,7 +163,8 @@ class LoopWatch:
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
         buffers = [list(model.buffers()) for model in self.learner.models]
-        self._kept = self._kept or [[buffer.clone() for buffer in own] for own in buffers]
+        if [list(map(_kind_of, own)) for own in self._kept] != [list(map(_kind_of, own)) for own in buffers]:
+            self._kept = [[buffer.clone() for buffer in own] for own in buffers]
         for kept, own in zip(self._kept, buffers, strict=True):
             torch._foreach_copy_(kept, own)
 

@@ -65,8 +65,9 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def overwrite(buffer: Tensor, values: Tensor) -> None:
-    """Overwrite a buffer and so its views. One that cannot be written gets memory of its own, as an expanded one."""
-    if 0 in buffer.stride() or buffer.is_inference() or buffer.shape != values.shape:
+    """Overwrite a buffer and so its views. An expanded one, or of another shape or dtype, gets memory of its own."""
+    is_other = (buffer.shape, buffer.dtype) != (values.shape, values.dtype)
+    if is_other or 0 in buffer.stride() or buffer.is_inference():
         buffer.data = values.clone()
     else:
         buffer.data.copy_(values)

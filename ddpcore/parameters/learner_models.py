@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from typing_extensions import override
 
 from ddpcore.parameters.chains import Layer, Pass, is_aligned, run_chain
+from ddpcore.parameters.copies import overwrite
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
@@ -155,7 +156,8 @@ class LearnerModels(nn.Module):
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
         models = [*self.models][self.rows.start : self.rows.stop]  # a slice would register them
         own = [dict(self._rules.untrained(model)) for model in models] if self._rules.have_untrained else [{}]
-        if any(buffers.keys() != own[0].keys() for buffers in own):
+        kinds = [{name: (one.dtype, one.shape) for name, one in buffers.items()} for buffers in own]
+        if any(kind != kinds[0] for kind in kinds):
             return self._in_turn(inputs, named_inputs)
         one_pass, rows = self._begin_pass()
         stacks = dict(zip(self._rules.names, rows, strict=True))
@@ -183,9 +185,7 @@ class LearnerModels(nn.Module):
             raise RuntimeError(f"{reason} (in torch.func.vmap; learners run in turn with vectorize=False)") from error
         for name, rows in buffers.items():
             for row, model_buffers in zip(rows, own, strict=True):
-                if row.shape != model_buffers[name].shape:  # the model has replaced it
-                    model_buffers[name].data = row.new_empty(row.shape)
-                model_buffers[name].data.copy_(row.detach())
+                overwrite(model_buffers[name], row.detach())
         self._rules.share_state(self.rows)
         with own_hooks():
             for output in outputs:

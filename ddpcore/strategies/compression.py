@@ -256,7 +256,7 @@ class Published:
     def begin(self, learner: Learner, neighbors: Iterable[int]) -> None:
         """Initialise every q to the same weights, if the codec sends differences. Collective then."""
         if self.codec.differences and self.rows_LP is None:
-            weights_1P = learner.common_weights()
+            weights_1P = learner.common_weights(learner.flat.param_LP)
             self.rows_LP = weights_1P.repeat(len(learner.flat.param_LP), 1)
             self._neighbors = {neighbor: weights_1P.clone() for neighbor in neighbors}
 

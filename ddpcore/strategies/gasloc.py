@@ -10,6 +10,7 @@ from ddpcore.comm.base import exchange_columns
 from ddpcore.options.typed import check_range
 from ddpcore.strategies.base import Plan, Traits, check_mixable, topology_of, warn_of_growth
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.outer import Start
 from ddpcore.strategies.ssgd import GradientAverages
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
@@ -69,7 +70,7 @@ class GASLoC(GradientAverages):
         self._rounds = Rounds(self.name, period)
         self.period, self.outer_lr, self.outer_momentum = self._rounds.value, outer_lr, outer_momentum
         self._mixing = Slowed(self.topology, self._rounds.number)  # one round of the topology a period
-        self._start_LP: Tensor | None = None  # phi(r)
+        self._begun = Start()  # its rows are phi(r)
         self._before_LP: Tensor | None = None  # z(r-1)
 
     @property
@@ -78,6 +79,7 @@ class GASLoC(GradientAverages):
         return Traits(
             averages_gradients=self.group > 1,
             group=self.group,
+            fixed_layout=self.group > 1,  # phi(0) is copied before the first backward pass, which orders the buffer
             schedules=(self._rounds,),
             no_deaths="each learner keeps the weights of its last round, which nobody has for a new learner: take "
             "on_failure='raise', or dpsgd",
@@ -98,19 +100,24 @@ class GASLoC(GradientAverages):
         return 2 * (1 - e) * gamma**2 > (1 - s - 2 * e + 2 * e**2) * gamma + 1 - s
 
     @override
+    def before_forward(self, learner: Learner) -> None:
+        super().before_forward(learner)
+        if self._before_LP is None:
+            self._begun.note(learner)
+
+    @override
     def before_step(self, learner: Learner) -> None:
-        if self._start_LP is None:
-            self._start_LP = learner.flat.param_LP.clone()
-            self._before_LP = self._start_LP.clone()
+        if self._before_LP is None:
+            self._before_LP = self._begun.note(learner).clone()
 
     @override
     def after_step(self, learner: Learner) -> None:
         """At the end of a round: take the outer step, and begin the next round there."""
         if not self._rounds.ends(learner.step):
             return
-        assert self._start_LP is not None and self._before_LP is not None
-        weights_LP = learner.flat.param_LP
-        weights_LP.sub_(self._start_LP).mul_(self.outer_lr).add_(self._start_LP)  # z
+        weights_LP, start_LP = learner.flat.param_LP, self._begun.rows_LP
+        assert start_LP is not None and self._before_LP is not None
+        weights_LP.sub_(start_LP).mul_(self.outer_lr).add_(start_LP)  # z
         learner.check_sent()
         change_LP = weights_LP - self._before_LP
         self._before_LP.copy_(weights_LP)
@@ -120,7 +127,7 @@ class GASLoC(GradientAverages):
             exchange = exchange_columns(learner.comm, weights_LP, self._mixing, self.group, learner.step - 1)
             exchange.mixture().apply_(weights_LP)
         weights_LP.add_(change_LP, alpha=self.outer_momentum)
-        self._start_LP.copy_(weights_LP)
+        start_LP.copy_(weights_LP)
 
     @override
     def plan(self, step: int) -> Plan:
@@ -128,8 +135,9 @@ class GASLoC(GradientAverages):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"start": self._start_LP, "before": self._before_LP}
+        return {"start": self._begun.rows_LP, "before": self._before_LP}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
-        self._start_LP, self._before_LP = state["start"], state["before"]
+        self._begun = Start(state["start"])
+        self._before_LP = state["before"]

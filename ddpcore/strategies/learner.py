@@ -174,12 +174,12 @@ class Learner:
         return average_LX if self.share_mean == 1.0 else average_LX.div_(self.share_mean)
 
     @torch.no_grad()
-    def common_weights(self) -> Tensor:
-        """Return ``[1, P]``: the weights of all learners, and their average if a program gave them different ones.
+    def common_weights(self, rows_LP: Tensor) -> Tensor:
+        """Return ``[1, P]``: the rows of all learners, and their average if a program gave them different weights.
 
         It compares two sums of each. Collective.
         """
-        rows_LP, kind = self.flat.param_LP, torch.float64
+        kind = torch.float64
         sums = torch.stack([rows_LP.sum(1, dtype=kind), torch.linalg.vector_norm(rows_LP, dim=1, dtype=kind)], dim=1)
         everyone = self.comm.gather(sums)
         return (rows_LP if bool((everyone == everyone[0]).all()) else self.average_of(rows_LP))[:1]

@@ -14,7 +14,7 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import ALL, NO_DEATHS_IN_GROUPS, Plan, Traits, check_mixable, topology_of
 from ddpcore.strategies.compression import Codec, CodecLike, ErrorFeedback, codec_of
 from ddpcore.strategies.learner import Learner
-from ddpcore.strategies.outer import Anchor, Fragments, MakeOptimizer, Part, check_fragments, outer_of, parts_of
+from ddpcore.strategies.outer import Anchor, Fragments, MakeOptimizer, Part, Start, check_fragments, outer_of, parts_of
 from ddpcore.strategies.ssgd import GradientAverages, Weights, own_samples, scale_, shares_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.regular import Complete
@@ -149,6 +149,7 @@ class LocalSGD(GradientAverages):
             self.then, self.restart = None if then is None else self._between(then), restart
         self._mixing = None if self.topology is None else Slowed(self.topology, self._rounds.number)  # once a round
         self._then = None if self.then is None else Slowed(self.then, self._rounds.number)
+        self._begun = Start()
         self._anchor: Anchor | None = None
         self._parts: list[Part] = []
         self._copies: list[Tensor | None] = []  # of the weights of each part, if averages must not overwrite them
@@ -177,7 +178,8 @@ class LocalSGD(GradientAverages):
         return Traits(
             averages_gradients=self.switch_step > 0 or self.group > 1,
             group=self.group,
-            fixed_layout=self._num_fragments > 1,  # fragments are ranges of the buffer
+            # Fragments are ranges of the buffer, which the first averages of a group's gradients would order anew.
+            fixed_layout=self._num_fragments > 1 or (self.outer is not None and self.group > 1),
             weights=self.weights,
             schedules=(self.then, self._rounds, self._alpha),
             columns=tuple((begin, end) for _, begin, end in self._parts),
@@ -205,12 +207,21 @@ class LocalSGD(GradientAverages):
                 raise ValueError("local_sgd: topology and then keep different means: give both the same weights")
 
     @override
-    def before_step(self, learner: Learner) -> None:
+    def before_forward(self, learner: Learner) -> None:
         """Copy the weights from which the learners start, for the outer optimizer."""
+        super().before_forward(learner)
+        if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
+            self._begun.note(learner)
+
+    @override
+    def before_step(self, learner: Learner) -> None:
+        """Make the anchor, here, because all learners meet in a step: also one without a forward pass."""
         self._lay_out(learner)
         if self.outer is not None and self._anchor is None and learner.step >= self.switch_step:
-            weights_LP = learner.common_weights() if self.topology is None else learner.flat.param_LP
-            self._anchor = Anchor(weights_LP, self._parts, self.outer)
+            start_LP = self._begun.note(learner)
+            weights_AP = learner.common_weights(start_LP) if self.topology is None else start_LP
+            self._anchor = Anchor(weights_AP, self._parts, self.outer)
+            self._begun = Start()
 
     @override
     def after_step(self, learner: Learner) -> None:
@@ -310,6 +321,7 @@ class LocalSGD(GradientAverages):
     def state_dict(self) -> dict[str, Any]:
         """The anchor with its optimizer, and the averages that are not used yet. It waits for these."""
         return {
+            "start": self._begun.rows_LP,
             "anchor": None if self._anchor is None else self._anchor.state_dict(),
             "errors": {} if self._feedback is None else self._feedback.state_dict(),
             "counts": self._counts,
@@ -325,6 +337,7 @@ class LocalSGD(GradientAverages):
         if isinstance(self.weights, str):
             self._counts = [count.clone() for count in state["counts"]] or self._counts
             self._kept = learner.shares = state["shares"]
+        self._begun = Start(state.get("start"))
         self._anchor = None
         if state["anchor"] is not None and self.outer is not None:
             weights_LP = learner.flat.param_LP  # only their shape

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddpcore.options.typed import check_range, typed
 from ddpcore.parameters.flat import FlatParameters
+from ddpcore.strategies.learner import Learner
 
 MakeOptimizer = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
@@ -31,6 +32,25 @@ def outer_of(name: str, wanted: MakeOptimizer | Mapping[str, Any] | None) -> Mak
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: outer: {error}") from error
     return make
+
+
+class Start:
+    """The weights at which the first round begins: before the first forward pass that the strategy sees, or the step.
+
+    ``rows_LP`` has a copy of them, ``[L, P]``, at first that of a saved state, if it had one. A program may load
+    weights after that pass: then the round begins there.
+    """
+
+    def __init__(self, rows_LP: Tensor | None = None) -> None:
+        self.rows_LP = rows_LP
+        self._num_loads: int | None = None  # of trained parameters, when the rows were copied; None: a state had them
+
+    def note(self, learner: Learner) -> Tensor:
+        """Copy the weights, unless they are known."""
+        num_loads = sum(learner.loaded[key] for key in learner.flat.index)
+        if self.rows_LP is None or self._num_loads not in (None, num_loads):
+            self.rows_LP, self._num_loads = learner.flat.param_LP.clone(), num_loads
+        return self.rows_LP
 
 
 class Anchor:

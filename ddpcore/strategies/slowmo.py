@@ -13,6 +13,7 @@ from ddpcore.options.typed import check_range, typed
 from ddpcore.strategies.base import Plan, Strategy, Traits, check_unweighted
 from ddpcore.strategies.dpsgd import DPSGD
 from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.outer import Start
 
 
 class SlowMo(Strategy):
@@ -50,6 +51,7 @@ class SlowMo(Strategy):
         self.base, self._inner = base, Strategy() if base is None else base
         self.period, self.slow_momentum, self.slow_lr = period, slow_momentum, slow_lr
         self.topology = None if base is None else base.topology
+        self._begun = Start()
         self._anchor_P: Tensor | None = None  # w(t-H)
         self._momentum_P: Tensor | None = None  # u
 
@@ -77,12 +79,16 @@ class SlowMo(Strategy):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        self._begin(learner)
+        if self._anchor_P is None:
+            self._begun.note(learner)
         self._inner.before_forward(learner)
 
     @override
     def before_step(self, learner: Learner) -> WeightAverage | None:
-        self._begin(learner)
+        if self._anchor_P is None:
+            self._anchor_P = learner.common_weights(self._begun.note(learner))[0].clone()
+            self._momentum_P = torch.zeros_like(self._anchor_P)
+            self._begun = Start()
         return self._inner.before_step(learner)
 
     @override
@@ -106,21 +112,17 @@ class SlowMo(Strategy):
     def quarantine(self, learners: Set[int]) -> None:
         self._inner.quarantine(learners)
 
-    def _begin(self, learner: Learner) -> None:
-        if self._anchor_P is None:
-            self._anchor_P = learner.common_weights()[0].clone()
-            self._momentum_P = torch.zeros_like(self._anchor_P)
-
     @override
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of version 0.2, which kept the momentum in an outer optimizer."""
         base, anchor = None if self.base is None else self.base.state_dict(), None
         if self._anchor_P is not None:
             anchor = {"parts": [self._anchor_P], "optimizer": {"state": {0: {"momentum_buffer": self._momentum_P}}}}
-        return {"anchor": anchor, "base": base}
+        return {"start": self._begun.rows_LP, "anchor": anchor, "base": base}
 
     @override
     def load_state_dict(self, learner: Learner, state: dict[str, Any]) -> None:
+        self._begun = Start(state.get("start"))
         anchor = state["anchor"]
         self._anchor_P = self._momentum_P = None
         if anchor is not None:

@@ -181,6 +181,70 @@ def test_gradients_of_some_learners_replaced_after_the_backward_pass():
                 optimizer.step()
 
 
+def _halve_one(parameter):
+    parameter.grad.mul_(0.5)
+
+
+class _Joined(nn.Module):
+    """Joins weights in its forward pass, whose gradients are then views of one tensor."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.join, self.parts = join, nn.ParameterList([torch.randn(4, 5) for _ in range(3)])
+
+    def forward(self, x):
+        return F.linear(x, self.join(list(self.parts)).reshape(12, 5)).tanh()
+
+
+def test_passes_add_to_gradients_that_are_views_of_one_tensor():
+    """They share one version. What the loop changes for one learner alone is still found, also in a hook of it."""
+    changes = {
+        "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        "first": lambda model: model.parts[0].grad.mul_(0.5),
+        "last": lambda model: model.parts[2].grad.mul_(0.5),
+        "hook": lambda model: None,
+    }
+    joins, strategies = (torch.cat, torch.stack), (ddpcore.SSGD, lambda: ddpcore.LocalSGD(99))
+    for join, make, in_turn in product(joins, strategies, (False, True)):
+        model = _Joined(join)
+        alone = [copy.deepcopy(model) for _ in range(4)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, make(), learners=4)
+        x = torch.randn(2, 4, 6, 5)
+
+        def passes(handle=handle, x=x, in_turn=in_turn):
+            for number, batches in enumerate(x):
+                with handle.no_sync() if number == 0 else nullcontext():
+                    outputs = (one(own) for one, own in zip(handle.models, batches, strict=True))
+                    for output in outputs if in_turn else (handle.model(batches),):
+                        output.square().sum().backward()
+
+        for _ in range(3):
+            optimizer.zero_grad()
+            passes()
+            optimizer.step()
+            for one, own in zip(alone, x.unbind(1), strict=True):
+                one.zero_grad()
+                one(own.flatten(0, 1)).square().sum().backward()
+            for own in zip(*(one.parameters() for one in alone), strict=True):
+                grads = torch.stack([one.grad for one in own])
+                for one, grad in zip(own, grads if make is not ddpcore.SSGD else [grads.mean(0)] * 4, strict=True):
+                    one.data.sub_(grad, alpha=0.1)
+        for one, plain in zip(handle.models, alone, strict=True):
+            for mine, expected in zip(one.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected)
+        for name, change in changes.items():
+            optimizer.zero_grad()
+            if name == "hook" and make is ddpcore.SSGD:
+                continue  # it runs before the average, which all get
+            for one in handle.models[1].parameters() if name == "hook" else ():
+                one.register_post_accumulate_grad_hook(_halve_one)
+            passes()
+            change(handle.models[1])
+            with pytest.raises(RuntimeError, match="the gradients of learner 1 alone were changed after the backward"):
+                optimizer.step()
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("make", [ddpcore.SSGD, lambda: ddpcore.DPSGD(ddpcore.Ring())])

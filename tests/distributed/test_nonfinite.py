@@ -269,6 +269,34 @@ def test_statistics_of_batch_norm_are_those_before_the_step(mode: str) -> None:
     assert [int(one[1].num_batches_tracked) for one in handle.models] == [4, 3, 4], "by which momentum=None divides"
 
 
+class _Running(nn.Linear):
+    """Has a buffer of another dtype and shape from its first pass on."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mean", torch.tensor(0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + inputs.mean(dim=0)
+        return super().forward(inputs)
+
+
+def test_a_buffer_that_has_changed_its_dtype_is_that_before_the_step() -> None:
+    """It was kept as whole numbers."""
+    model = _Running()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), learners=3, on_nonfinite="skip")
+    for number in (0.3, 0.6, torch.nan):
+        means = [one.mean.clone() for one in handle.models]
+        inputs = torch.full((3, 4, 2), 0.3)
+        inputs[1] = number
+        optimizer.zero_grad()
+        handle.model(inputs).square().sum().backward()
+        optimizer.step()
+    assert torch.equal(handle.models[1].mean, means[1]) and float(means[1][0]) == pytest.approx(0.75)
+    assert not torch.equal(handle.models[0].mean, means[0])
+
+
 def test_a_pass_whose_step_was_left_out_does_not_count() -> None:
     """A loop that sees a bad loss may go on with the next samples, without a step."""
     model = nn.Linear(2, 1)

@@ -19,8 +19,22 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def train(strategy: ddpcore.Strategy, steps: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights of this rank before and after steps whose gradients are zero."""
+#: the outer step is 0.5 times the change of the first round
+DECAYED: dict[str, Any] = {
+    "outer": lambda: ddpcore.LocalSGD(2, outer={"lr": 0.5}),
+    "noloco": lambda: ddpcore.NoLoCo(ddpcore.Complete(), period=2, outer_lr=0.5, outer_momentum=0.0),
+    "gasloc": lambda: ddpcore.GASLoC(ddpcore.Complete(), period=2, outer_lr=0.5, outer_momentum=0.0),
+    "slowmo": lambda: ddpcore.SlowMo(None, period=2, slow_momentum=0.0, slow_lr=0.5),
+}
+
+
+def train(
+    strategy: ddpcore.Strategy, steps: int, rank: int, *, decays: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of this rank before and after steps whose gradients are zero.
+
+    If it ``decays``, rank 0 halves its weights before its first step, in which rank 1 has no pass.
+    """
     model = nn.Linear(5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddpcore.distribute(model, optimizer, strategy)
@@ -29,16 +43,23 @@ def train(strategy: ddpcore.Strategy, steps: int, rank: int) -> tuple[torch.Tens
         for parameter in model.parameters():
             parameter.normal_(generator=generator)
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    for _ in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
-        (0 * model(torch.ones(2, 5))).sum().backward()
+        if not (decays and rank and step == 0):
+            (0 * model(torch.ones(2, 5))).sum().backward()
+        if decays and rank == step == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
         optimizer.step()
     return before, torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
 def main() -> None:
     path, rank, _ = ranks.join()
-    torch.save({name: train(make(), steps, rank) for name, (make, steps) in STRATEGIES.items()}, path)
+    found = {name: train(make(), steps, rank) for name, (make, steps) in STRATEGIES.items()}
+    found |= {f"decayed {name}": train(make(), 2, rank, decays=True) for name, make in DECAYED.items()}
+    torch.save(found, path)
     dist.barrier()
     dist.destroy_process_group()
 

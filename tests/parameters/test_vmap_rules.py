@@ -262,3 +262,31 @@ def test_an_error_in_vmap_says_how_models_run_in_turn() -> None:
     together = learners(Asks(), N, True)
     with pytest.raises(RuntimeError, match=r"vmap.*; learners run in turn with vectorize=False\)$"):
         together(torch.ones(N, 3, 4))
+
+
+class Running(Plain):
+    """Has a buffer of another dtype from its first pass on."""
+
+    vectorizes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + inputs.mean()
+        return super().forward(inputs) * self.mean
+
+
+def test_buffers_that_change_their_dtype_in_a_pass() -> None:
+    """They were truncated. Learners whose buffers are of two dtypes run in turn, and so do two shapes."""
+    together = learners(Running(), N, True)
+    alone = [copy.deepcopy(model) for model in together.models]
+    for step in range(4):
+        inputs = torch.randn(N, 3, 4)
+        expected = torch.stack([model(row) for model, row in zip(alone, inputs, strict=True)])
+        torch.testing.assert_close(together(inputs), expected)
+        for one, other in zip(together.models, alone, strict=True):
+            torch.testing.assert_close(one.mean, other.mean)
+        for models in (alone, together.models):
+            models[1].mean = (torch.tensor(2), torch.ones(2), torch.ones(()), torch.ones(()))[step]
