@@ -25,7 +25,7 @@ from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
+from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, renormalized, row_sums, suspects
 from ddpcore.strategies.ssgd import own_samples
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
@@ -134,8 +134,7 @@ class LoopWatch:
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = num_registered()
-        renormalizing = [module for module in modules if getattr(module, "max_norm", None) is not None]
-        self._renormalized = {id(one) for module in renormalizing for one in module._parameters.values()}
+        self._renormalized = renormalized(modules)
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
@@ -483,7 +482,8 @@ class LoopWatch:
         is_other = versions != list(map(_version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             what = "weights were changed between a forward pass and the next step, while neighbours read them"
-            raise RuntimeError(f"{what}: change them after a step, or evaluate under torch.no_grad()")
+            advice = self.learner.advice("change them after a step, or evaluate under torch.no_grad()")
+            raise RuntimeError(f"{what}: {advice}")
 
 
 _MOVED = (
