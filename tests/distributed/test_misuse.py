@@ -164,6 +164,24 @@ def test_an_embedding_that_changes_its_weights_in_a_pass_is_named() -> None:
                 optimizer.step()
 
 
+def test_a_load_that_would_replace_parameters_is_refused() -> None:
+    """By ``assign=True``, or by torch's option that swaps tensors. Nothing has changed then."""
+    model, optimizer, handle = make(strategy=ddpcore.LocalSGD(2))
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    before = handle.learner.flat.param_LP.clone()
+    with pytest.raises(RuntimeError, match=r"^load_state_dict\(assign=True\) would replace parameters .*: leave it out$"):
+        model.load_state_dict(state, assign=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"^.*set_swap_module_params_on_conversion\(True\) would .* it out$"):
+            model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(handle.learner.flat.param_LP, before)
+    model.load_state_dict(state)
+    train(handle, optimizer, 2)
+
+
 def test_between_steps_weights_may_change() -> None:
     model, optimizer, handle = make(strategy=ddpcore.DPSGD(ddpcore.Complete()))
     train(handle, optimizer)
