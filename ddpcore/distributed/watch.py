@@ -25,7 +25,7 @@ from ddpcore.parameters.flat import LARGE
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, renormalized, row_sums, suspects
+from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
 from ddpcore.strategies.ssgd import own_samples
 
 _gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
@@ -134,7 +134,8 @@ class LoopWatch:
         self._names = [name for _, name, _ in self._places]
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = num_registered()
-        self._renormalized = renormalized(modules)
+        renormalizing = [module for module in modules if getattr(module, "max_norm", None) is not None]
+        self.renormalized = {id(one) for module in renormalizing for one in module._parameters.values()}
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
@@ -188,7 +189,7 @@ class LoopWatch:
         """Bits of some weights, without those of embeddings with ``max_norm``."""
         columns, flat = self._columns, self._flat
         for one, parameter in zip(flat.segments, flat.parameters, strict=False):  # those of the first learner
-            if id(parameter) in self._renormalized:
+            if id(parameter) in self.renormalized:
                 columns = columns[(columns < one.offset) | (columns >= one.offset + one.numel)]
         return bits_of(flat.param_LP, columns)
 

@@ -166,9 +166,8 @@ class LearnerModels(nn.Module):
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
             nonlocal values, structure
             state = {**parameters, **buffers}
-            values, structure = tree_flatten(
-                _call(lambda *own, **named: _in_vmap(models[0], state, own, named), args, kwargs)
-            )
+            called = _call(lambda *own, **named: _in_vmap(models[0], state, own, named), args, kwargs)
+            values, structure = tree_flatten(called)
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
@@ -201,13 +202,9 @@ def _check_kept(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         names = [] if type(module) in _PLAIN else _public(module)
         for name, value in [*((name, vars(module)[name]) for name in names), *module._buffers.items()]:
-            if not isinstance(value, _VALUES) and any(map(_is_of_vmap, tree_leaves(value))):
+            if any(isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf) for leaf in tree_leaves(value)):
                 what = f"{type(module).__name__}.{name} keeps a tensor of a pass in torch.func.vmap, which ends with it"
                 raise RuntimeError(f"{what}: make it a buffer that begins with a value, or pass vectorize=False")
-
-
-def _is_of_vmap(value: Any) -> bool:
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _breaks_vmap(module: nn.Module) -> bool:
@@ -249,10 +246,10 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        if any(_is_of_vmap(x) or x.is_nested or x.is_meta or x.layout != torch.strided for x in (one, other)):
-            return False  # torch.equal takes none of them
-        facts = [(x.device, x.dtype, x.shape) for x in (one, other)]
-        return facts[0] == facts[1] and torch.equal(one, other)
+        if any(is_functorch_wrapped_tensor(x) or x.is_nested or x.is_meta for x in (one, other)):
+            return False  # torch.equal takes none of them, and no sparse ones
+        facts = [(x.layout, x.device, x.dtype, x.shape) for x in (one, other)]
+        return facts[0] == facts[1] and one.layout == torch.strided and torch.equal(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):

@@ -83,12 +83,6 @@ def first_nonfinite(model: nn.Module, *, gradients: bool) -> str | None:
     return None
 
 
-def renormalized(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the parameters that a forward pass changes: those of embeddings with ``max_norm``."""
-    found = [module for module in modules if getattr(module, "max_norm", None) is not None]
-    return {id(parameter) for module in found for parameter in module._parameters.values()}
-
-
 @dataclass
 class Learner:
     """The learner of a real rank (L = 1), or the L virtual learners of a process. n is the number of all learners."""
@@ -143,7 +137,7 @@ class Learner:
 
     def advice(self, otherwise: str) -> str:
         """What to do where weights were changed: ``otherwise``, or another strategy if ``max_norm`` changes them."""
-        if self.flat.index.keys().isdisjoint(renormalized(module for one in self.models for module in one.modules())):
+        if self.watch is None or self.watch.renormalized.isdisjoint(self.flat.index):
             return otherwise
         does_so = "max_norm of an embedding changes weights in forward passes"
         return f"{does_so}, so take LocalSGD or DPSGD(order='adapt_then_combine')"
