@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddpcore.diagnostics import spectra
+from ddpcore.diagnostics import passes, spectra
 from ddpcore.diagnostics.passes import Loss, add_, as_it_was, part_products, parts_of, slopes_of, twice_differentiable
 from ddpcore.diagnostics.spectra import Eigenvalues, Estimate, SpectralDensity
 from ddpcore.diagnostics.weights import DataLoss, WeightVector, sum_over
@@ -138,7 +138,7 @@ class Hessian:
             return [None] * len(parameters)
         rows = []
         for index in range(len(vectors[0])):
-            along = [v[index] for v, g in zip(vectors, transposed, strict=True) if g is not None]
+            along = [passes.at_even(v[index]) for v, g in zip(vectors, transposed, strict=True) if g is not None]
             (change,) = torch.autograd.grad([g for g in transposed if g is not None], dummy, along, retain_graph=True)
             (curved,) = torch.autograd.grad(slope, leaf, change, retain_graph=True, allow_unused=True)
             curved = torch.zeros_like(outputs) if curved is None else curved

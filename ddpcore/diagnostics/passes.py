@@ -300,9 +300,14 @@ def part_products(part: Tensor, parameters: Sequence[Tensor], vectors: Sequence[
     outputs, num = [g for g, _ in live], len(live[0][1])
     rows = []
     for index in range(num):
-        along, is_last = [v[index] for _, v in live], index + 1 == num
+        along, is_last = [at_even(v[index]) for _, v in live], index + 1 == num
         rows.append(torch.autograd.grad(outputs, parameters, along, retain_graph=not is_last, allow_unused=True))
     return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def at_even(part: Tensor) -> Tensor:
+    """A part of a row, or a copy if its offset is odd, which ``torch.view_as_complex`` refuses."""
+    return part.clone() if part.storage_offset() % 2 else part
 
 
 def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor | None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddpcore.comm.groups import Call, meet, size_of
-from ddpcore.diagnostics.passes import Loss, as_it_was, parts_of, trained
+from ddpcore.diagnostics.passes import Loss, as_it_was, at_even, parts_of, trained
 from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import is_dtensor
 
@@ -60,7 +60,7 @@ class WeightVector:
         try:
             torch.clear_autocast_cache()  # it holds the weights of before, cast
             for parameter, view in zip(self.parameters, self.views(weights_P), strict=True):
-                parameter.data = view.to(parameter.dtype)  # a copy, where its dtype is not the dtype of weights_P
+                parameter.data = at_even(view).to(parameter.dtype)  # a copy, where the dtypes are not the same
             yield
         finally:
             for parameter, data in zip(self.parameters, own, strict=True):

@@ -50,7 +50,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
         return
     if (other := _first_other(everyone[:, 0])) is not None:
         what = f"the weights of learner {other} differ from those of learner 0"
-        advice = "load states and change weights on all alike (or traits.stays_identical is wrong)"
+        advice = learner.advice("load states and change weights on all alike (or traits.stays_identical is wrong)")
         raise RuntimeError(f"{what}, and their average of gradients cannot bring them together: {advice}")
     if (other := _first_other(everyone[:, 1])) is not None:
         sums = learner.comm.gather(_sums_of_states(learner), step).cpu()

@@ -160,10 +160,10 @@ class StateHook(Hook):
         elif len(values) > 2:  # before it
             self._prefix = values[1]
             is_trained = any(one is not None and one.requires_grad for one in module._parameters.values())
-            if is_trained and values[2].get("assign_to_params_buffers"):
-                raise RuntimeError(
-                    "load_state_dict(assign=True) would replace parameters in training: leave assign out"
-                )
+            swaps = torch.__future__.get_swap_module_params_on_conversion()
+            if is_trained and (swaps or values[2].get("assign_to_params_buffers")):
+                what = "set_swap_module_params_on_conversion(True)" if swaps else "load_state_dict(assign=True)"
+                raise RuntimeError(f"{what} would replace parameters in training: leave it out")
 
 
 def _check_tensor(what: str, name: str, tensor: Tensor) -> None:

@@ -136,7 +136,7 @@ class LoopWatch:
         self._ids = [id(value) for _, _, value in self._places]
         self._registered = num_registered()
         renormalizing = [module for module in modules if getattr(module, "max_norm", None) is not None]
-        self._renormalized = {id(one) for module in renormalizing for one in module._parameters.values()}
+        self.renormalized = {id(one) for module in renormalizing for one in module._parameters.values()}
 
     def _check_structure(self) -> None:
         """Check parameters. Pruning and parametrizations may rename them, and layers may be removed."""
@@ -191,7 +191,7 @@ class LoopWatch:
         """Bits of some weights, without those of embeddings with ``max_norm``."""
         columns, flat = self._columns, self._flat
         for one, parameter in zip(flat.segments, flat.parameters, strict=False):  # those of the first learner
-            if id(parameter) in self._renormalized:
+            if id(parameter) in self.renormalized:
                 columns = columns[(columns < one.offset) | (columns >= one.offset + one.numel)]
         return bits_of(flat.param_LP, columns)
 
@@ -485,7 +485,8 @@ class LoopWatch:
         is_other = versions != list(map(_version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             what = "weights were changed between a forward pass and the next step, while neighbours read them"
-            raise RuntimeError(f"{what}: change them after a step, or evaluate under torch.no_grad()")
+            advice = self.learner.advice("change them after a step, or evaluate under torch.no_grad()")
+            raise RuntimeError(f"{what}: {advice}")
 
 
 _MOVED = (

@@ -168,21 +168,14 @@ class LearnerModels(nn.Module):
         def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
             nonlocal values, structure
             state = {**parameters, **buffers}
-            values, structure = tree_flatten(
-                _call(lambda *own, **named: functional_call(models[0], state, own, named), args, kwargs)
-            )
+            called = _call(lambda *own, **named: _in_vmap(models[0], state, own, named), args, kwargs)
+            values, structure = tree_flatten(called)
             outputs = [value for value in values if isinstance(value, Tensor)]
             return outputs, {name: state[name] for name in buffers}  # functional_call stores buffers set anew there
 
         dims = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (inputs, named_inputs))
         run = vmap(one, in_dims=(0, 0, *dims), randomness="different")
-        try:
-            outputs, buffers = run(stacks, buffers, inputs, named_inputs)
-        except RuntimeError as error:
-            if "vmap" not in str(error) or type(error) is not RuntimeError:
-                raise
-            reason = str(error).split("\n", 1)[0].removesuffix(".")
-            raise RuntimeError(f"{reason} (in torch.func.vmap; learners run in turn with vectorize=False)") from error
+        outputs, buffers = run(stacks, buffers, inputs, named_inputs)
         for name, rows in buffers.items():
             for row, model_buffers in zip(rows, own, strict=True):
                 overwrite(model_buffers[name], row.detach())
@@ -234,6 +227,18 @@ def _call(model: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         why = "values of learners are lost or mixed: let forward() copy it (batch = dict(batch))"
         raise RuntimeError(f"{what}, where {why} and return what the loop needs, or call each of handle.models")
     return result
+
+
+def _in_vmap(model: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """A learner's call in vmap. Its errors, also those of the model, keep class and text, and say how to do without."""
+    try:
+        return functional_call(model, state, args, kwargs)
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, NotImplementedError):  # such as torch.OutOfMemoryError
+            raise
+        reason, *more = str(error).split("\n", 1)
+        hint = f"{reason.removesuffix('.')} (in torch.func.vmap; learners run in turn with vectorize=False)"
+        raise type(error)("\n".join([hint, *more])) from error
 
 
 def _row_of(tensor: Tensor, row: int, known: dict[int, list[Any]]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves
 
@@ -109,10 +110,11 @@ class VmapRules:
 
     def share_state(self, rows: range) -> None:
         """Copy to the other learners what a pass in vmap has changed in the modules of the first, which alone ran."""
-        if self._plain or (self._is_known() and self._are_same()):
-            return
         num = len(self._getters)
         own = self._modules[rows.start * num : rows.stop * num]
+        _check_kept(own[:num])
+        if self._plain or (self._is_known() and self._are_same()):
+            return
         for first, other in zip(own[:num] * len(rows), own, strict=True):
             for name in _public(first):
                 value = vars(first)[name]
@@ -195,6 +197,16 @@ def _have_views(modules: Iterable[nn.Module]) -> bool:
     return len(set(held)) < len(held) or not {*held, *trained}.isdisjoint(kept)
 
 
+def _check_kept(modules: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if a module keeps a tensor of a pass in vmap, which has ended."""
+    for module in modules:
+        names = [] if type(module) in _PLAIN else _public(module)
+        for name, value in [*((name, vars(module)[name]) for name in names), *module._buffers.items()]:
+            if any(isinstance(leaf, Tensor) and is_functorch_wrapped_tensor(leaf) for leaf in tree_leaves(value)):
+                what = f"{type(module).__name__}.{name} keeps a tensor of a pass in torch.func.vmap, which ends with it"
+                raise RuntimeError(f"{what}: make it a buffer that begins with a value, or pass vectorize=False")
+
+
 def _breaks_vmap(module: nn.Module) -> bool:
     """Whether vmap cannot run a module for all learners: it has hooks or a parametrization, or one of ``_IN_TURN``."""
     own = vars(module)
@@ -234,9 +246,10 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        if torch._C._functorch.is_functorch_wrapped_tensor(one):  # of a pass in vmap that has ended
-            return False
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        if any(is_functorch_wrapped_tensor(x) or x.is_nested or x.is_meta for x in (one, other)):
+            return False  # torch.equal takes none of them, and no sparse ones
+        facts = [(x.layout, x.device, x.dtype, x.shape) for x in (one, other)]
+        return facts[0] == facts[1] and one.layout == torch.strided and torch.equal(one, other)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):

@@ -135,6 +135,13 @@ class Learner:
         if self.watch is not None:
             self.watch.check_unchanged()
 
+    def advice(self, otherwise: str) -> str:
+        """What to do where weights were changed: ``otherwise``, or another strategy if ``max_norm`` changes them."""
+        if self.watch is None or self.watch.renormalized.isdisjoint(self.flat.index):
+            return otherwise
+        does_so = "max_norm of an embedding changes weights in forward passes"
+        return f"{does_so}, so take LocalSGD or DPSGD(order='adapt_then_combine')"
+
     @torch.no_grad()
     def weights(self) -> Tensor:
         """The weights ``[L, P]`` whose average is evaluated. Collective.

@@ -110,7 +110,7 @@ class NoisySSGD(SSGD):
         clean_LP, self._clean_LP = self._clean_LP, None
         if self._versions != [parameter._version for parameter in learner.flat.parameters]:
             what = f"{self.name}: weights were changed after a forward pass and before its backward pass"
-            advice = "change them after a step, or run other forward passes under torch.no_grad()"
+            advice = learner.advice("change them after a step, or run other forward passes under torch.no_grad()")
             raise RuntimeError(f"{what}, while they hold noise: {advice}")
         learner.flat.param_LP.copy_(clean_LP)
         torch.autograd.graph.increment_version(learner.flat.parameters)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ddpcore
-from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, flatness
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, flatness, landscape, random_plane
 
 
 @pytest.mark.parametrize("make", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
@@ -95,3 +95,39 @@ def test_compiled_models_are_one_line() -> None:
     for call in (*calls, lambda: flatness(compiled, loss)):
         with pytest.raises(ValueError, match=r"compiled, and torch.compile differentiates once: let the loss call"):
             call()
+
+
+class Filter(nn.Module):
+    """A product in the frequency domain, with real parameters that are viewed as complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(2, 7), nn.Parameter(torch.randn(7))
+        self.factors = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.first(inputs)) * torch.view_as_complex(self.factors)
+        return torch.fft.irfft(spectrum, n=7).tanh() * self.scale
+
+
+def test_parameters_that_are_viewed_as_complex() -> None:
+    """torch does so only at an even place in memory, and a vector of all parameters has parts at odd ones."""
+    torch.manual_seed(0)
+    model, inputs, targets = Filter().double(), torch.randn(9, 2).double(), torch.randn(9, 7).double()
+    data, parameters = DataLoss(model, F.mse_loss, [(inputs, targets)]), list(model.parameters())
+    slopes = torch.autograd.grad(F.mse_loss(model(inputs), targets), parameters, create_graph=True)
+    elements = [one for slope in slopes for one in slope.reshape(-1)]
+    rows = [torch.autograd.grad(one, parameters, retain_graph=True, materialize_grads=True) for one in elements]
+    exact = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+    hessian = Hessian(model, data)
+    every = torch.eye(len(exact), dtype=torch.float64)
+    torch.testing.assert_close(hessian.product(every), exact)
+    assert hessian.eigenvalues(2, 2).values[0] == pytest.approx(torch.linalg.eigvalsh(exact)[-1].item(), rel=1e-3)
+    half = Hessian(model, data, gauss_newton=True).product(every)
+    torch.testing.assert_close(half, half.T)
+    weights = hessian.weights.values_P
+    with hessian.weights.at(weights * 2):
+        torch.testing.assert_close(nn.utils.parameters_to_vector(parameters), weights * 2)
+        assert sum(data()).isfinite()
+    surface = landscape(data, random_plane(model), x=[0, 1], y=[0, 1], curvature=True)
+    assert surface.values["train_loss"][0, 0] == pytest.approx(sum(data()).item())

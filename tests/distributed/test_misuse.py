@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,48 @@ def test_weights_that_change_while_neighbours_read_them_are_refused() -> None:
         model[0].weight.zero_()
     with pytest.raises(RuntimeError, match="weights were changed"):
         train(handle, optimizer)
+
+
+def test_an_embedding_that_changes_its_weights_in_a_pass_is_named() -> None:
+    """``max_norm`` makes learners differ, and changes what neighbours read. The strategies of the advice work."""
+    refused = [
+        ddpcore.SSGD(),
+        ddpcore.NoisySSGD(std=0.01),
+        ddpcore.NoisySSGD(std=0.01, where="per_learner"),
+        ddpcore.DPSGD(ddpcore.Complete()),
+        ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Complete())),
+        ddpcore.GradientTracking(ddpcore.Complete()),
+    ]
+    works = [ddpcore.LocalSGD(1), ddpcore.LocalSGD(2), ddpcore.DPSGD(ddpcore.Complete(), order="adapt_then_combine")]
+    for strategy in refused + works:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(12, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=L)
+        advice = r": max_norm of an embedding .* LocalSGD or DPSGD\(order='adapt_then_combine'\)$"
+        with pytest.raises(RuntimeError, match=advice) if strategy in refused else nullcontext():
+            for _ in range(4):
+                optimizer.zero_grad()
+                handle.backward(handle.model(torch.randint(9, (L, 5, 3))).square().mean((1, 2)))
+                optimizer.step()
+
+
+def test_a_load_that_would_replace_parameters_is_refused() -> None:
+    """By ``assign=True``, or by torch's option that swaps tensors. Nothing has changed then."""
+    model, optimizer, handle = make(strategy=ddpcore.LocalSGD(2))
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    before = handle.learner.flat.param_LP.clone()
+    with pytest.raises(RuntimeError, match=r"^load_state_dict\(assign=True\) would replace .*: leave it out$"):
+        model.load_state_dict(state, assign=True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"^.*set_swap_module_params_on_conversion\(True\) would .* it out$"):
+            model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(handle.learner.flat.param_LP, before)
+    model.load_state_dict(state)
+    train(handle, optimizer, 2)
 
 
 def test_between_steps_weights_may_change() -> None:

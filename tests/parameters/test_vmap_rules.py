@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from itertools import pairwise, product
 from typing import Any
 
@@ -257,6 +258,31 @@ def test_an_error_in_vmap_says_how_models_run_in_turn() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             raise torch.OutOfMemoryError("vmap needs more memory")
 
+    class Flat(Plain):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs[None, None].contiguous(memory_format=torch.channels_last)[0, 0])
+
+    class Slopes(Plain):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.autograd.grad(super().forward(inputs).sum(), [self.layer.weight])[0]
+
+    class Own(Plain):
+        def __init__(self, kind: type[Exception]) -> None:
+            super().__init__()
+            self.kind = kind
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise self.kind("too long.\nTake less.")
+
+    hint = r"\(in torch.func.vmap; learners run in turn with vectorize=False\)(\nTake less.)?$"
+    for make in (Flat, Slopes, lambda: Own(RuntimeError), lambda: Own(NotImplementedError)):
+        with pytest.raises(RuntimeError, match=hint) as caught:
+            learners(make(), N, True)(torch.ones(N, 3, 4))
+        assert caught.value.__cause__ is not None and type(caught.value) is type(caught.value.__cause__)
+        lines = zip(str(caught.value).splitlines(), str(caught.value.__cause__).splitlines(), strict=True)
+        assert all(line.startswith(own.removesuffix(".")) for line, own in lines)
+    with pytest.raises(ValueError, match=r"^too long.\nTake less.$"):
+        learners(Own(ValueError), N, True)(torch.ones(N, 3, 4))
     with pytest.raises(torch.OutOfMemoryError, match=r"more memory$"):  # a program may take a smaller batch then
         learners(Full(), N, True)(torch.ones(N, 3, 4))
     together = learners(Asks(), N, True)
@@ -290,3 +316,70 @@ def test_buffers_that_change_their_dtype_in_a_pass() -> None:
             torch.testing.assert_close(one.mean, other.mean)
         for models in (alone, together.models):
             models[1].mean = (torch.tensor(2), torch.ones(2), torch.ones(()), torch.ones(()))[step]
+
+
+class Keeping(Plain):
+    """Keeps the mean of its outputs, and computes by that of the last pass."""
+
+    vectorizes = True
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        if where in ("later", "whole"):
+            self.register_buffer(where, None if where == "later" else torch.zeros(2))
+        else:
+            setattr(self, where, {"last": None, "tensor": torch.zeros(2), "list": [], "dict": {}}[where])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        kept = getattr(self, self.where)
+        last = kept[-1] if isinstance(kept, list) and kept else kept.get("mean") if isinstance(kept, dict) else kept
+        outputs = super().forward(inputs) + (last if isinstance(last, Tensor) else 0)
+        mean = outputs.detach().mean(0)
+        if isinstance(kept, list):
+            kept.append(mean)
+        elif isinstance(kept, dict):
+            kept["mean"] = mean
+        else:
+            setattr(self, self.where, mean)
+        return outputs
+
+
+def test_tensors_that_a_model_keeps_are_named() -> None:
+    """In vmap only a buffer that begins with a value has one for each learner; in turn all have."""
+    places = ("last", "later", "whole", "tensor", "list", "dict")
+    for where, vectorize in product(places, (None, True, False)):
+        together, inputs = learners(Keeping(where), N, vectorize), torch.randn(N, 3, 4)
+        alone = [copy.deepcopy(model) for model in together.models]
+        advice = rf"^Keeping.{where} keeps a tensor .* buffer that begins with a value, or pass vectorize=False$"
+        assert together.runs_together() == (vectorize is True or (vectorize is None and where in places[:3]))
+        is_void = where != "whole" and together.runs_together()
+        with pytest.raises(RuntimeError, match=advice) if is_void else nullcontext():
+            for _ in range(3):
+                expected = torch.stack([model(x) for model, x in zip(alone, inputs, strict=True)])
+                torch.testing.assert_close(together(inputs), expected)
+    part = learners(Keeping("last"), N, True)
+    with pytest.raises(RuntimeError, match=r"Keeping.last keeps"):
+        for (rows,) in part.split(torch.randn(N, 3, 4), at_once=1):
+            part(rows)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_attributes_that_cannot_be_compared() -> None:
+    """Models that have tensors of their own that are sparse, nested or on the meta device run in turn."""
+    parts = [torch.ones(2), torch.ones(3)]
+    makes: list[Any] = [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor(parts),
+        lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+        lambda: torch.ones(3, device="meta"),
+        lambda: torch.ones(3),
+    ]
+    for make in makes:
+        together, inputs = learners(Plain(), 2, True), torch.randn(2, 3, 4)
+        for model in together.models:
+            model.constant = make()
+        expected = torch.stack([model(x) for model, x in zip(together.models, inputs, strict=True)])
+        torch.testing.assert_close(together(inputs), expected)
+        assert together.runs_together() == (make is makes[-1])
