@@ -28,8 +28,7 @@ from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
 from ddpcore.strategies.ssgd import own_samples
 
-_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
-_kind_of = attrgetter("dtype", "shape")
+_gradient_of, _version_of, _kind_of = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype", "shape")
 
 
 class LoopWatch:
