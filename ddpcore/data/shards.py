@@ -285,6 +285,10 @@ class ResharedBatches:
         """The epoch of a step, both counted from 0."""
         return self._place(step)[0]
 
+    def members(self, step: int) -> tuple[int, ...]:
+        """The learners that share the samples of a step."""
+        return self._place(step)[2]
+
     def indices(self, step: int, learner: int) -> Tensor:
         """Sample numbers of a learner in a step, int64 ``[batch_size / num_learners]`` on the CPU. ValueError: none."""
         epoch, start, members = self._place(step)

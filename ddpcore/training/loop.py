@@ -338,6 +338,7 @@ class Loop:
                     row |= {"split": config.run.evaluate_on, **evaluation.to_dict()}
             total = progress.total_seconds
             row |= {"evaluation_seconds": total - before, "total_seconds": total}
+            self._write_rows(0, self._changes())  # of a death in the evaluation, perhaps of the rank that wrote
             if self.writer is not None:
                 self.writer.write(row)
         return is_best
@@ -392,6 +393,9 @@ class Loop:
         return is_saved
 
     def _try_to_save(self, members: tuple[int, ...], progress: dict[str, Any] | None) -> bool:
+        learner = self.trainer.handle.learner
+        if learner is not None and learner.live is not None:
+            learner.live.settle()  # else slower ranks still average with the row that a faster one saves
         state = self.trainer.state_dict()
         if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
             if self.writer is not None:

@@ -202,9 +202,8 @@ class Trainer:
 
     def indices(self) -> Tensor:
         """The training samples of the next step, int64 ``[L, B]``; rows of smaller batches end with -1."""
-        if self.handle.deals:
-            shared = ResharedBatches(self.batches, self.handle.deals)
-            return torch.stack([shared.indices(self.num_steps, learner) for learner in self.learners])
+        if isinstance(dealt := self._dealt(), ResharedBatches):
+            return torch.stack([dealt.indices(self.num_steps, learner) for learner in self.learners])
         rows, sizes = self.batches.indices(self.num_steps)[self.learners], self.batches.sizes
         return rows[:, : sizes[self.learners[0]]] if sizes and not self.stacked else rows
 
@@ -225,9 +224,13 @@ class Trainer:
             yield losses.detach()
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
-        deals = self.handle.deals
-        epoch = (ResharedBatches(self.batches, deals) if deals else self.batches).epoch(self.num_steps)
-        return self.dataset.train.batch(indices_LB if self.stacked else indices_LB[0], epoch)
+        return self.dataset.train.batch(
+            indices_LB if self.stacked else indices_LB[0], self._dealt().epoch(self.num_steps)
+        )
+
+    def _dealt(self) -> ShardedBatches | ResharedBatches:
+        """The batches, as the learners that are left share them."""
+        return ResharedBatches(self.batches, self.handle.deals) if self.handle.deals else self.batches
 
     def _losses(self, model: Callable[..., Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         stacked = self.stacked and model not in self.handle.models
@@ -310,9 +313,17 @@ class Trainer:
         return None if samples is None else evaluate(model, samples, self.dataset.num_classes, self.handle.comm)
 
     def _last_inputs(self, num_batches: int) -> Iterator[Tensor]:
+        dealt = self._dealt()
         for step in range(max(0, self.num_steps - num_batches), self.num_steps):
-            indices = self.batches.indices(step)[self.learners].flatten()
-            yield self.dataset.train.batch(indices[indices >= 0], self.batches.epoch(step))[0]
+            if isinstance(dealt, ResharedBatches):
+                there = dealt.members(
+                    step
+                )  # a learner that joined later takes the samples of another, so that it has some
+                rows = [dealt.indices(step, one if one in there else there[one % len(there)]) for one in self.learners]
+                indices = torch.cat(rows)
+            else:
+                indices = dealt.indices(step)[self.learners].flatten()
+            yield self.dataset.train.batch(indices[indices >= 0], dealt.epoch(step))[0]
 
 
 def learner_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, *, stacked: bool) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ddpcore
@@ -23,7 +24,10 @@ from ddpcore import ADPSGD
 from ddpcore.comm import ProcessGroupCommunicator, SharedMemoryCommunicator, VirtualCommunicator, served
 from ddpcore.comm.base import Job
 from ddpcore.comm.shared import memory
+from ddpcore.runtime.launch import World
 from ddpcore.strategies.a2cid2 import A2CiD2, Acceleration
+from ddpcore.training import TrainConfig, train
+from ddpcore.training.build import build_batches, read_dataset
 from helpers.connection import connected
 from helpers.shared_memory_ranks import main
 
@@ -354,6 +358,45 @@ def resumes(rank: int, transport: str) -> None:
     print(float(handle.evaluation_model().weight.detach()[0]) == mean)
 
 
+class Late(nn.Module):
+    """A linear model of zeros. Rank 0 ends a step long before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(10, 64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and dist.is_initialized() and dist.get_rank() > 0:
+            time.sleep(0.03)
+        return inputs.flatten(1) @ self.weight.T
+
+
+def saves(rank: int, transport: str) -> None:
+    """The sum of the rows of a checkpoint has each gradient once. The rate is small, so gradients stay the same."""
+    rate, out = 1e-5, Path(os.environ["ADPSGD_FOLDER"], f"saves-{transport}")
+    values = {
+        "model": "helpers.adpsgd_ranks:Late",
+        "data": {"name": "digits", "batch_size": 60},
+        "optimizer": {"name": "torch_sgd", "lr": rate},
+        "strategy": {"name": "adpsgd", "learners": 3, "transport": transport},
+        "run": {"steps": 17, "checkpoint_every": 4, "keep_last": 9, "evaluate_every": 0},
+    }
+    config = TrainConfig.from_dict(values)
+    train(config, out=out, world=World(rank, 3, rank, 3))
+    dataset, model = read_dataset(config, first=True), Late()
+    batches, errors = build_batches(config, dataset), []
+    for step in range(17):
+        for indices in batches.indices(step):
+            inputs, labels = dataset.train.batch(indices, batches.epoch(step))
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+        if (step + 1) % 4 == 0:
+            files = [out / "checkpoints" / f"step-{step + 1:08d}" / f"rank-{one}.safetensors" for one in range(3)]
+            rows = sum(load_file(file)[".handle.strategy.live"].flatten()[:640].double() for file in files)
+            expected = -rate * model.weight.grad.flatten()
+            errors.append(float((rows - expected).norm() / expected.norm()))
+    print("right" if max(errors) < 1e-3 else errors)
+
+
 def is_refused(rank: int, what: str) -> None:
     """And the model is as it was."""
     model = Pull(float(rank))
@@ -375,7 +418,7 @@ def is_refused(rank: int, what: str) -> None:
 TRIALS: list[tuple[Any, ...]] = [
     *((function, num, transport) for function, num in ((trains, 4), (meets, 4), (is_slow, 3), (dies, 3), (resumes, 2),
                               (trains_accelerated, 4), (meets_in_order, 3), (resumes_accelerated, 2),
-                              (begins_again, 2))
+                              (begins_again, 2), (saves, 3))
       for transport in ("shm", "pg")),
     (dies_in_an_average, 3),
     (stops_in_an_average, 2),

@@ -36,7 +36,7 @@ from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
-from ddpcore.training import RunRecord, TrainConfig
+from ddpcore.training import RunRecord, TrainConfig, trainer
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from helpers.forked import without_gloo
@@ -365,16 +365,21 @@ def main() -> None:
 
 
 def run_joined(out: Path) -> tuple[dict[int, int], str]:
-    """A whole run of three ranks: rank 0 is killed in the second epoch, and a new one joins in the third."""
+    """A whole run of three ranks: rank 0 is killed in the evaluation of the second epoch, and a new one joins."""
     out.mkdir()
     log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
     config = TrainConfig.from_dict(
         merged(WHOLE, {"strategy": {"learners": 3, "topology": "ring"}, "data": {"batch_size": 60}})
     )
 
-    def on_record(row: dict[str, Any]) -> None:
-        if row["kind"] == "epoch" and row["epoch"] == 2:
+    found = trainer.evaluate
+
+    def die_in_evaluation(*arguments: Any) -> Any:
+        if len(RunRecord.read(out).epochs) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return found(*arguments)
+
+    def on_record(row: dict[str, Any]) -> None:
         if row["kind"] == "epoch" and row["epoch"] == 3:
             run_of_store = last_run(c10d._get_default_store(), 1.0)
             while not run_of_store.add("joins", 0):
@@ -390,6 +395,8 @@ def run_joined(out: Path) -> tuple[dict[int, int], str]:
                 code = command.main(["--out", str(out), "--join"])
                 sys.stdout.flush()
                 os._exit(code)
+            if rank == 0:
+                trainer.evaluate = die_in_evaluation
             store = dist.FileStore(str(store_file), 3)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
             training.train(config, out=out, world=World(rank, 3, rank, 3), on_record=on_record)

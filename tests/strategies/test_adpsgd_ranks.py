@@ -60,6 +60,7 @@ def outcome(outcomes: dict[str, Outcome]) -> Callable[..., Outcome]:
         (trials.trains_accelerated, 4, "right"),
         pytest.param(trials.meets_in_order, 3, "True", marks=pytest.mark.slow),
         (trials.resumes_accelerated, 2, "True True True"),
+        pytest.param(trials.saves, 3, "right", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_true_of_every_run(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ddpcore
-from ddpcore.data import Dataset, ShardedBatches, Split
+from ddpcore.data import Dataset, ResharedBatches, ShardedBatches, Split
 from ddpcore.training import Trainer
 from ddpcore.training.trainer import learner_losses
 from helpers import training
@@ -216,3 +216,11 @@ def test_recalibration_takes_the_last_training_batches(monkeypatch: pytest.Monke
     assert all(torch.equal(a, b) for a, b in zip(taken[0], expected, strict=True))
     made.evaluation_model()
     assert taken[1] is None
+    made.batches, handle.deals = ShardedBatches(24, 8, 2), ((2, (1,)), (4, (0, 1)))  # learner 0 died, and joined again
+    made.evaluation_model("recalibrate", 3)
+    shared = ResharedBatches(made.batches, handle.deals)
+    whose = {2: (1, 1), 3: (1, 1), 4: (0, 1)}  # where it had no samples it takes those of another one
+    expected = [
+        dataset.train.inputs[torch.cat([shared.indices(step, one) for one in ones])] for step, ones in whose.items()
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(taken[2], expected, strict=True))
