@@ -253,8 +253,8 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
 def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
     comm, optimizer = learner.comm, learner.optimizer
-    # It begins without momentum if each learner keeps its own, or resets it.
-    takes_momentum = sync.policies.momentum not in (KEEP, RESET)
+    # It begins without momentum if each learner keeps its own, or resets it, unless all must stay equal.
+    takes_momentum = sync._strategy.traits.stays_identical or sync.policies.momentum not in (KEEP, RESET)
 
     def packed() -> Tensor:
         """The state as bytes, uint8 ``[x]``."""

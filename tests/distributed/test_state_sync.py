@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -160,7 +161,7 @@ def joined(make: Any, strategy: Any, policies: Policies, dtype: torch.dtype = to
             handle.play([Change(operation=comm.num_operations, step=None, members=(0, 1, 2), joined=(2,))])
         optimizer.step()
         assert comm.membership.members == ((0, 1, 2) if number else (0, 1))
-        if number == 1:
+        if number == 1 and not strategy.traits.stays_identical:
             assert not optimizer.state.get(handle.models[2].weight)
     return handle, optimizer
 
@@ -176,6 +177,17 @@ def test_a_virtual_learner_that_joins_begins_as_a_new_optimizer() -> None:
             states = [optimizer.state[parameter] for parameter in parameters]
             assert [float(state["step"]) for state in states] == [3, 3, 1]
             assert all(torch.equal(s["master"].bfloat16(), p) for s, p in zip(states, parameters, strict=True))
+
+
+def test_a_learner_that_joins_stays_equal() -> None:
+    """Where no step averages weights, it takes the moments and counts of a neighbour, whatever the policies say."""
+    makes = [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, ddpcore.optim.FusedAdamW]
+    for make, policy in itertools.product(makes, ["keep", "reset"]):
+        handle, optimizer = joined(partial(make, lr=0.05), ddpcore.SSGD(), Policies(momentum=policy))
+        for parameters in zip(*(model.parameters() for model in handle.models), strict=True):
+            states = [optimizer.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                torch.testing.assert_close([parameter, dict(state)], [parameters[0], dict(states[0])], rtol=0, atol=0)
 
 
 class Phases(nn.Module):
