@@ -35,10 +35,7 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     samples = (bits * torch.arange(1, 1 + bits.shape[1], dtype=torch.int64, device=bits.device)).sum(dim=1)
     weights = flat.param_LP.detach().view(torch.int64).sum(dim=1) + samples  # rows are multiples of 16 numbers
     states = _sums_of_states(learner).sum(dim=1)
-    membership = learner.comm.membership
-    # A learner that joins has a momentum of its own.
-    apart = is_apart or (membership is not None and any(change.joined for change in membership.changes))
-    facts = torch.tensor([len(options), crc32(repr(options).encode()), apart], dtype=torch.int64, device=bits.device)
+    facts = torch.tensor([len(options), crc32(repr(options).encode()), is_apart], dtype=torch.int64, device=bits.device)
     own = torch.cat([torch.stack([weights, states], dim=1), facts.repeat(len(bits), 1)], dim=1)
     everyone = learner.comm.gather(own, step).cpu()
     if (other := _first_other(everyone[:, 2])) is not None:

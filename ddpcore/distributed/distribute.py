@@ -159,8 +159,8 @@ def join(
 ) -> Distributed:
     """Join a run of other ranks that has ``on_failure="shrink"``, as a new rank, between two of its steps.
 
-    The model takes a neighbour's weights and buffers, and the strategy its state. The optimizer takes its momentum if
-    the policy is not ``keep`` or ``reset``. ``handle.learner.step`` is the number of steps taken so far.
+    The model takes a neighbour's weights and buffers, and the strategy its state. The optimizer takes its state if the
+    strategy keeps learners identical or the policy averages it. ``handle.learner.step`` is the number of steps so far.
 
     Args:
         model: as the other ranks have it, with any weights.

@@ -7,7 +7,7 @@ import hashlib
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from typing import Any
 from zlib import crc32
@@ -146,8 +146,8 @@ class StateSync:
         if due := [name for name, period in self.policies.moments.items() if self._learner.step % period == 0]:
             self._move_states(AVERAGE, due)
 
-    def forget(self, parameter: Tensor, *, shares_count: bool = False) -> None:
-        """Set the optimizer's state of a parameter to that at the start, but for a count that others go on to need."""
+    def forget(self, parameter: Tensor) -> None:
+        """Set the optimizer's state of a parameter to that at the start."""
         optimizer = self._learner.optimizer
         if self._creates_states:
             optimizer.state.pop(parameter, None)
@@ -155,7 +155,7 @@ class StateSync:
         first = optimizer.defaults["initial_accumulator_value"] if isinstance(optimizer, torch.optim.Adagrad) else 0
         for _, value in self._states_of(parameter):
             value.fill_(first)
-        if isinstance(count := optimizer.state.get(parameter, {}).get("step"), Tensor) and not shares_count:
+        if isinstance(count := optimizer.state.get(parameter, {}).get("step"), Tensor):
             count.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def scales_inside(optimizer: torch.optim.Optimizer) -> bool:
 def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callable[[], dict[str, Any]]) -> None:
     """Give a learner that joins the state of its neighbour. Collective over the learners that are there already."""
     comm, optimizer = learner.comm, learner.optimizer
-    # It begins without momentum if each learner keeps its own, or resets it.
-    takes_momentum = sync.policies.momentum not in (KEEP, RESET)
+    # It begins without momentum if each learner keeps its own, or resets it, unless all must stay equal.
+    takes_momentum = sync._strategy.traits.stays_identical or sync.policies.momentum not in (KEEP, RESET)
 
     def packed() -> Tensor:
         """The state as bytes, uint8 ``[x]``."""
@@ -268,14 +268,15 @@ def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callab
         return
     assert comm.membership is not None
     models = learner.models[new], learner.models[comm.membership.source_for(new)]  # virtual learners
+    copied = dict[int, Any]()  # a count that parameters share is copied once
     for own, theirs in zip(*([*model.parameters(), *model.buffers()] for model in models), strict=True):
         own.data.copy_(theirs.data)
-        if not takes_momentum:
-            sync.forget(own, shares_count=isinstance(optimizer, FusedOptimizer))
-            continue
-        for name, value in optimizer.state.get(own, {}).items():
-            if isinstance(value, Tensor) and value.shape == own.shape:
-                value.copy_(optimizer.state[theirs][name])
+        if takes_momentum or isinstance(optimizer, FusedOptimizer):  # whose next step creates what is missing
+            optimizer.state.pop(own, None)
+        else:
+            sync.forget(own)
+        if takes_momentum and theirs in optimizer.state:
+            optimizer.state[own] = deepcopy(optimizer.state[theirs], copied)
 
 
 def received_state(learner: Learner) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -144,25 +146,48 @@ def test_reset_is_a_new_optimizer(make: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_virtual_learner_that_joins_begins_as_a_new_optimizer() -> None:
-    """As a rank that joins. A step size of zero, which Rprop had, is not its first one."""
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.Rprop(model.parameters(), lr=0.05)
+def joined(make: Any, strategy: Any, policies: Policies, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Three steps of three virtual learners, of which the last one is gone at first and joins after the second step."""
+    model = nn.Linear(3, 1).to(dtype)
+    optimizer = make(model.parameters())
     connection = ddpcore.Connection(on_failure="shrink")
-    handle = ddpcore.distribute(model, optimizer, DPSGD(Ring()), learners=3, connection=connection)
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=3, connection=connection, policies=policies)
     handle.lose(2)
     comm: Any = handle.comm
     for number in range(3):
         optimizer.zero_grad()
-        handle.model(torch.randn(3, 4, 3)).square().sum().backward()
+        handle.model(torch.randn(3, 4, 3, dtype=dtype)).square().sum().backward()
         if number == 1:
             handle.play([Change(operation=comm.num_operations, step=None, members=(0, 1, 2), joined=(2,))])
-            optimizer.step()
-            assert comm.membership.members == (0, 1, 2)
+        optimizer.step()
+        assert comm.membership.members == ((0, 1, 2) if number else (0, 1))
+        if number == 1 and not strategy.traits.stays_identical:
             assert not optimizer.state.get(handle.models[2].weight)
-        else:
-            optimizer.step()
+    return handle, optimizer
+
+
+def test_a_virtual_learner_that_joins_begins_as_a_new_optimizer() -> None:
+    """As a rank that joins. A step size of zero, which Rprop had, is not its first one, and it counts its own steps."""
+    handle, optimizer = joined(partial(torch.optim.Rprop, lr=0.05), DPSGD(Ring()), Policies())
     assert torch.equal(optimizer.state[handle.models[2].weight]["step_size"], torch.full((1, 3), 0.05))
+    for make in (ddpcore.optim.FusedAdamW, ddpcore.optim.FusedLAMB, partial(ddpcore.optim.FusedSGD, momentum=0.9)):
+        rule = partial(make, lr=0.05, master_weights=True)
+        handle, optimizer = joined(rule, DPSGD(Ring()), Policies(), torch.bfloat16)
+        for parameters in zip(*(model.parameters() for model in handle.models), strict=True):
+            states = [optimizer.state[parameter] for parameter in parameters]
+            assert [float(state["step"]) for state in states] == [3, 3, 1]
+            assert all(torch.equal(s["master"].bfloat16(), p) for s, p in zip(states, parameters, strict=True))
+
+
+def test_a_learner_that_joins_stays_equal() -> None:
+    """Where no step averages weights, it takes the moments and counts of a neighbour, whatever the policies say."""
+    makes = [partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW, ddpcore.optim.FusedAdamW]
+    for make, policy in itertools.product(makes, ["keep", "reset"]):
+        handle, optimizer = joined(partial(make, lr=0.05), ddpcore.SSGD(), Policies(momentum=policy))
+        for parameters in zip(*(model.parameters() for model in handle.models), strict=True):
+            states = [optimizer.state[parameter] for parameter in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                torch.testing.assert_close([parameter, dict(state)], [parameters[0], dict(states[0])], rtol=0, atol=0)
 
 
 class Phases(nn.Module):

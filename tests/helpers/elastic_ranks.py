@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
 POLICIES = {"awc_ring": ddpcore.Policies(momentum="gossip"), "atc": ddpcore.Policies(momentum="average")}
+OPTIMIZERS = {"awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)}}  # it needs the count of its steps
 
 
 class Trial(NamedTuple):
@@ -112,7 +114,7 @@ class ElasticRun(SmallRun):
         super().__init__(
             STRATEGIES[trial.strategy],
             trial.world_size if group is not None else self._rows,
-            replace(Scenario(), batch_norm=trial.strategy == "slowmo"),
+            replace(Scenario(), batch_norm=trial.strategy == "slowmo", **OPTIMIZERS.get(trial.strategy, {})),
             group=group,
             connection=Connection(on_failure="shrink", transport=transport),
             policies=POLICIES.get(trial.strategy),
