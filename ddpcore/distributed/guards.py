@@ -1,6 +1,5 @@
 """What ``distribute`` cannot train is refused by name, and so are later steps of other optimizers. Hooks of states."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,13 +58,7 @@ def check_model(model: nn.Module) -> None:
 
 def outside_modes(function: Callable[..., Any]) -> Any:
     """Run a function without gradients, and outside of ``torch.inference_mode()``: later steps change its tensors."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 def wrapper_of(module: nn.Module) -> str | None:

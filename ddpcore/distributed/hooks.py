@@ -371,7 +371,7 @@ class HookedDistributed(Distributed):
         learner.num_samples = self.num_samples
         if self.num_samples is not None and not self.counts_samples:
             text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"
-            warnings.warn(f"{strategy.name} {text}", stacklevel=4)
+            warnings.warn(f"{strategy.name} {text}", stacklevel=5)
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:
