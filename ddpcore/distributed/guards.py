@@ -149,7 +149,7 @@ class StateHook(Hook):
         if len(values) == 1:  # after a load: the names that the state lacked
             own, lacking = module.named_parameters(remove_duplicate=False), values[0].missing_keys
             learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
-            handle._watch.forget_sample()
+            handle._watch.sample = None  # which is no step by hand
         elif len(values) > 2:  # before it
             self._prefix = values[1]
             is_trained = any(one is not None and one.requires_grad for one in module._parameters.values())
