@@ -392,9 +392,7 @@ def mix_stacked_(
         return weights.new_empty((0,), dtype=torch.float64)
     rows = [*old, *map(wide_of, others)]
     bounds, of_entry = offsets.tolist(), columns.tolist()
-    total = old[0]
-    for row in old[1:]:
-        total = total + row
+    total = sum(old[1:], start=old[0])
     mean = (1 / torch.tensor(len(old), dtype=total.dtype, device="cpu")) * total
     for j, row in enumerate(weights):
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]
