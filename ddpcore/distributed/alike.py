@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ddpcore.optim.checks import is_capturing
+from ddpcore.optim.checks import is_capturing, is_scalar
 from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.learner import Learner
@@ -64,8 +64,8 @@ def _first_other(column: Tensor) -> int | None:
 
 def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
     """Raise RuntimeError that names an option in which learners differ. Collective."""
-    known = [_is_number(value) for _, value in options]
-    values = [value if _is_number(value) else crc32(repr(value).encode()) for _, value in options]
+    known = [is_scalar(value) for _, value in options]
+    values = [value if is_scalar(value) else crc32(repr(value).encode()) for _, value in options]
     rows = torch.tensor([*values, *known], dtype=torch.float64, device=learner.flat.param_LP.device)
     everyone, are_numbers = learner.comm.gather(rows.repeat(learner.flat.num_rows, 1), learner.step).cpu().chunk(2, 1)
     for index, (name, _) in enumerate(options):
@@ -148,11 +148,7 @@ def compared_options(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(_plain, value))
-    return float(value) if _is_number(value) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_scalar(value) else value
 
 
 def sampled_columns(flat: FlatParameters) -> Tensor:

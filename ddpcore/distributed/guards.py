@@ -1,6 +1,5 @@
 """What ``distribute`` cannot train is refused by name, and so are later steps of other optimizers. Hooks of states."""
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,13 +58,7 @@ def check_model(model: nn.Module) -> None:
 
 def outside_modes(function: Callable[..., Any]) -> Any:
     """Run a function without gradients, and outside of ``torch.inference_mode()``: later steps change its tensors."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return run
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 def wrapper_of(module: nn.Module) -> str | None:
@@ -156,7 +149,7 @@ class StateHook(Hook):
         if len(values) == 1:  # after a load: the names that the state lacked
             own, lacking = module.named_parameters(remove_duplicate=False), values[0].missing_keys
             learner.loaded.update(id(one) for name, one in own if self._prefix + name not in lacking)
-            handle._watch.forget_sample()
+            handle._watch.sample = None  # which is no step by hand
         elif len(values) > 2:  # before it
             self._prefix = values[1]
             is_trained = any(one is not None and one.requires_grad for one in module._parameters.values())

@@ -42,7 +42,7 @@ from ddpcore.parameters.learner_models import LearnerModels
 from ddpcore.parameters.shards import local
 from ddpcore.storage.serialization import copy_of, versioned, versions_of
 from ddpcore.strategies.base import Strategy
-from ddpcore.strategies.learner import Learner
+from ddpcore.strategies.learner import Learner, row_sums
 from ddpcore.strategies.ssgd import own_samples
 
 STATE_FORMAT = 3  # of the result of ``state_dict``; version 0.2 had none
@@ -254,10 +254,10 @@ class HookedDistributed(Distributed):
         if pieces is not None:
             size = plan.gradients or self.learner.comm.num_learners
             with self._span("bucket_ready"):
-                self._watch.note_sums(self.learner.comm.average_pieces_(columns, pieces, size))
+                self._watch.sums |= self.learner.comm.average_pieces_(columns, pieces, size)
             return
         if plan.averages_gradients:
-            self._watch.note_message(columns)
+            self._watch.sums[int(columns.storage_offset())] = row_sums(columns)
             for observer in self._watching:
                 observer.bucket_ready(self.learner, columns)
         with self._span("bucket_ready"):
@@ -371,7 +371,7 @@ class HookedDistributed(Distributed):
         learner.num_samples = self.num_samples
         if self.num_samples is not None and not self.counts_samples:
             text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"
-            warnings.warn(f"{strategy.name} {text}", stacklevel=4)
+            warnings.warn(f"{strategy.name} {text}", stacklevel=5)
         if learner.flat.shards is not None:
             learner.flat.shards.reshard()
         if closure is None:

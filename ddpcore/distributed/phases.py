@@ -84,9 +84,6 @@ class PhaseClock:
         rest = time.perf_counter() - self._start - sum(passes) - self.waited
         return [float(self.num_steps), *passes, rest, self.waited]
 
-    def _begin(self) -> None:
-        self._mark = time.perf_counter(), self.waited
-
     def _end(self) -> float:
         """Seconds of own work since the mark, if there is one."""
         (began, waited), self._mark = self._mark, (-1.0, 0.0)
@@ -95,7 +92,7 @@ class PhaseClock:
     def begin_forward(self, *_: Any) -> None:
         """Before a forward pass. It is a hook, too."""
         if torch.is_grad_enabled():
-            self._begin()
+            self._mark = time.perf_counter(), self.waited
 
     def end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """After a forward pass. The gradient of an output will begin the backward pass."""
@@ -112,7 +109,7 @@ class PhaseClock:
     def _begin_backward(self, gradient: Tensor) -> None:
         if is_compiled_autograd():
             return  # it has no callback at the end of a pass
-        self._begin()
+        self._mark = time.perf_counter(), self.waited
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -39,7 +39,7 @@ class LoopWatch:
     whose gradients are not, or None for the average. ``has_average``: gradients of this step are an average.
     """
 
-    _sample: Tensor | None  # weights at a forward pass of a step, from the second one on
+    sample: Tensor | None  # weights at a forward pass of a step, from the second one on
 
     def __init__(self, learner: Learner, strategy: Strategy, on_nonfinite: str) -> None:
         flat, models = learner.flat, learner.models
@@ -60,7 +60,8 @@ class LoopWatch:
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
         self._sent: tuple[list[int], Tensor | None] = [], None  # versions, and some weights, when they were sent
         self._traits = strategy.traits  # read once, because each read makes them anew
-        self._sums: dict[int, Tensor] = {}  # [L] for each message by its first column, before its average
+        # [L] for each message of gradients by its first column, before its average: of the last pass before the step
+        self.sums: dict[int, Tensor] = {}
         self._norms: list[Tensor] = []  # see check_norms
         self.found: list[NonFinite] = []
         self._has_buffers = any(True for model in models for _ in model.buffers())
@@ -179,8 +180,8 @@ class LoopWatch:
             return
         if num > 3 and num & (num - 1):
             return  # compare seldom, because the host waits for the device
-        before, self._sample = self._sample, self._weight_bits()
-        self._num_changes += before is not None and not torch.equal(before, self._sample)
+        before, self.sample = self.sample, self._weight_bits()
+        self._num_changes += before is not None and not torch.equal(before, self.sample)
         if self._num_changes > 1:
             what = "weights were changed between several forward passes without optimizer.step()"
             advice = "change them by the optimizer that distribute() got, or run such passes under no_grad"
@@ -194,29 +195,17 @@ class LoopWatch:
                 columns = columns[(columns < one.offset) | (columns >= one.offset + one.numel)]
         return bits_of(flat.param_LP, columns)
 
-    def forget_sample(self) -> None:
-        """Weights were loaded, which is no step by hand."""
-        self._sample = None
-
     def restart(self) -> None:
         """A new step begins, or other states were loaded."""
         if self.resets is not None:
             self.resets.restart()
-        self.num_passes, self._sample = 0, None  # forward passes of this step that record gradients
+        self.num_passes, self.sample = 0, None  # forward passes of this step that record gradients
         self._num_changes = 0  # how often the weights were others than in an earlier pass of this step
         self.asks_average = False  # whether it had a sync() inside no_sync(), where other ranks average
         self.has_average = self.had_pause = False  # the latter: gradients came inside a no_sync that has ended
         self._is_late = False  # whether a pass inside no_sync has added to that average
 
     # ---- gradients ----
-
-    def note_message(self, columns: Tensor) -> None:
-        """Before columns ``[L, n]`` of the gradients are averaged. A later pass before the step replaces them."""
-        self._sums[int(columns.storage_offset())] = row_sums(columns)
-
-    def note_sums(self, sums: dict[int, Tensor]) -> None:
-        """Take the sums ``[L]`` of columns that were averaged where they lie, by their first column."""
-        self._sums |= sums
 
     def begin_pause(self, *, averages: bool) -> None:
         """At the start of ``no_sync``, which asks for no average, or of ``sync`` inside it, which asks for one."""
@@ -332,7 +321,7 @@ class LoopWatch:
             check_modes(self.learner.models, self._rows())
         if closure is None:
             is_unchanged = self.check_rows()
-            self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self._sums))
+            self._check_finite(one_row=is_unchanged and plan.covers_all_learners and bool(self.sums))
 
     def check_rows(self) -> bool:
         """Whether nothing changed gradients after the passes. RuntimeError: they were reset or changed for a part."""
@@ -415,7 +404,7 @@ class LoopWatch:
         Steps of a ``GradScaler`` are the scaler's, and a CUDA graph is not read.
         """
         learner, optimizer = self.learner, self.learner.optimizer
-        sums, self._sums = list(self._sums.values()), {}
+        sums, self.sums = list(self.sums.values()), {}
         if getattr(optimizer, "found_inf", None) is not None or is_capturing(learner.flat.param_LP):
             return
         if not (named := learner.named_nonfinite(self._suspects(one_row), gradients=True)):

@@ -36,13 +36,6 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def clamped(value: float, low: float, high: float) -> float:
-    """The value between two bounds. NaN stays NaN, unlike with ``min`` and ``max``."""
-    if value < low:
-        value = low
-    return high if value > high else value
-
-
 def square_sum(tensor: Tensor) -> Tensor:
     """The sum of squares in float64. It is added in blocks, because torch divides longer sums among its threads."""
     sums = tensor.double().square().flatten()
@@ -360,8 +353,8 @@ def lamb_step_(
         return None
     ratio = 1.0
     if step.adapt and weight_norm != 0 and update_norm != 0:
-        phi = clamped(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight))
-        ratio = clamped(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight))
+        phi = float(np.clip(weight_norm, rounded(min_weight_norm, weight), rounded(max_weight_norm, weight)))
+        ratio = float(np.clip(phi / update_norm, rounded(min_ratio, weight), rounded(max_ratio, weight)))
     trust[step.position] = torch.tensor([ratio, weight_norm, update_norm], dtype=torch.float64, device="cpu")
     keep = rounded(1.0 - step.lr * decay, weight) if decay_mode == "decoupled" else 1.0
     return keep * weight - rounded(step.lr * ratio, weight) * update
@@ -399,9 +392,7 @@ def mix_stacked_(
         return weights.new_empty((0,), dtype=torch.float64)
     rows = [*old, *map(wide_of, others)]
     bounds, of_entry = offsets.tolist(), columns.tolist()
-    total = old[0]
-    for row in old[1:]:
-        total = total + row
+    total = sum(old[1:], start=old[0])
     mean = (1 / torch.tensor(len(old), dtype=total.dtype, device="cpu")) * total
     for j, row in enumerate(weights):
         terms = [values[entry] * rows[of_entry[entry]] for entry in range(bounds[j], bounds[j + 1])]

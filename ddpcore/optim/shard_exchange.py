@@ -1,7 +1,7 @@
 """Matrices that ranks hold in shards: the shards travel to the rank that owns a matrix, and its results travel back."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,18 +136,15 @@ def exchanged(
     rounds = [(part, ShardExchange(groups, [layouts[index] for index in part])) for part in rounds_of(layouts)]
     gathers = (exchange.gather([shards[index] for index in part]) for part, exchange in rounds)
     coming: Arriving | None = next(gathers)
-    back: Iterable[tuple[int, Tensor]] = ()
+    sent: list[int] = []
+    back: Arriving = list  # the results of the tensors in ``sent``
     for part, exchange in rounds:
         arrived, coming = coming, next(gathers, None)
         assert arrived is not None
         following = exchange.scatter(compute([part[index] for index in exchange.owned], arrived()), like)
-        yield from back
-        back = _numbered(part, following)
-    yield from back
-
-
-def _numbered(part: Sequence[int], arriving: Arriving) -> Iterator[tuple[int, Tensor]]:
-    yield from zip(part, arriving(), strict=True)
+        yield from zip(sent, back(), strict=True)
+        sent, back = part, following
+    yield from zip(sent, back(), strict=True)
 
 
 def rounds_of(layouts: Sequence[Layout]) -> list[list[int]]:

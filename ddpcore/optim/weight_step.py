@@ -258,8 +258,10 @@ class _Columns:
         learners, and else empty.
         """
         members = tuple(map(id, params))
-        if members not in self._spans:
-            self._spans[members] = self._spans_of(set(members))
+        if members not in self._spans:  # the columns of a segment end with the padding behind it
+            chosen, ends = set(members), [*(one.offset for one in self.layout[1:]), self._flat.numel]
+            spans = enumerate(zip(self._flat.parameters, self.layout, ends, strict=False))  # learner 0's come first
+            self._spans[members] = [(i, one.offset, end, one.numel) for i, (p, one, end) in spans if id(p) in chosen]
         num, outside = len(self.layout), {index % len(self.layout) for index in own}
         pieces: list[tuple[int, int, list[Tensor]]] = []
         for index, begin, end, size in self._spans[members]:
@@ -272,11 +274,3 @@ class _Columns:
             else:
                 pieces.append((begin, end, []))
         return pieces
-
-    def _spans_of(self, members: set[int]) -> list[tuple[int, int, int, int]]:
-        """(index, begin, end, size) of each segment of the members; its columns end with the padding behind it."""
-        flat = self._flat
-        firsts = flat.parameters[: len(flat.segments)]
-        ends = [segment.offset for segment in flat.segments[1:]] + [flat.numel]
-        spans = enumerate(zip(firsts, flat.segments, ends, strict=True))
-        return [(index, one.offset, end, one.numel) for index, (p, one, end) in spans if id(p) in members]

@@ -189,15 +189,13 @@ def _products(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> list[Tenso
 def _multiplied(first: Tensor, second: Tensor, out: Tensor | None, is_exact: bool) -> Tensor:
     if is_exact:
         return torch.bmm(first, second, out=out)
-    found = torch.stack([one.mm(other) for one, other in zip(first, second, strict=True)])
-    return found if out is None else out.copy_(found)
+    return torch.stack([one.mm(other) for one, other in zip(first, second, strict=True)], out=out)
 
 
 def _summed(gradient: Tensor, out: Tensor | None, is_exact: bool) -> Tensor:
     if is_exact:
         return torch.sum(gradient, 1, out=out)
-    found = torch.stack([one.sum(0) for one in gradient])
-    return found if out is None else out.copy_(found)
+    return torch.stack([one.sum(0) for one in gradient], out=out)
 
 
 @functools.cache

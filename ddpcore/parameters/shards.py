@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,14 +20,8 @@ def local(tensor: Any) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def placements_of(tensor: Any) -> Any:
-    """The placements of a DTensor, one for each dimension of its mesh."""
-    return tensor.placements
-
-
-def mesh_of(tensor: Any) -> Any:
-    """The device mesh of a DTensor."""
-    return tensor.device_mesh
+# The device mesh of a DTensor, and its placements, one for each dimension of the mesh.
+mesh_of, placements_of = attrgetter("device_mesh"), attrgetter("placements")
 
 
 class Shards:

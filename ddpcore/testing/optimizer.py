@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpcore import SSGD, LocalSGD, distribute
-from ddpcore.testing.learners import MakeOptimizer, batch
+from ddpcore.testing.learners import STEPS, MakeOptimizer, batch
 
-STEPS = 6
 SHAPES = ((7, 5), (7,), (3, 7), (3,), ())
 
 

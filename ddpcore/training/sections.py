@@ -22,6 +22,7 @@ from ddpcore.optim.schedules import SCHEDULES
 from ddpcore.options.fields import SEED_RANGE, check_value, field
 from ddpcore.options.registry import Registry
 from ddpcore.options.typed import check_keys, typed, without_numpy
+from ddpcore.records.run import SECTIONS
 from ddpcore.runtime.launch import MOST_SECONDS, TIMEOUT_SECONDS
 from ddpcore.strategies.learner import ON_NONFINITE
 from ddpcore.strategies.registry import STRATEGIES
@@ -118,8 +119,6 @@ def _options_of(part: str) -> str:
 class ModelConfig(Section):
     """The model."""
 
-    KEY: ClassVar[str] = "model"
-
     name: str = field("lenet5", "the model", parts=MODELS)
     options: Mapping[str, Any] = field(dict, 'its options, such as ``{"hidden": [64, 64]}``')
     channels_last: bool = field(False, "store convolution weights in channels-last order, faster on GPUs and in bf16")
@@ -130,8 +129,6 @@ class ModelConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """The samples, and how learners get them."""
-
-    KEY: ClassVar[str] = "data"
 
     name: str = field("synthetic", "the data set; ``synthetic`` makes samples of the model's shape", parts=DATASETS)
     options: Mapping[str, Any] = field(dict, "its options, see ``DATASETS.options(name)``")
@@ -187,8 +184,6 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer, its learning rate, and what else a step does with a gradient."""
 
-    KEY: ClassVar[str] = "optimizer"
-
     name: str = field("sgd", "``sgd``, ``adamw``, ``lars``, ``lamb`` are ddpcore's, others torch's", parts=OPTIMIZERS)
     options: Mapping[str, Any] = field(dict, 'its options, such as ``{"momentum": 0.9}``')
     param_groups: bool = field(False, "no weight decay and no layer-wise adaptation of biases and norms")
@@ -228,8 +223,6 @@ class OptimizerConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig(Section):
     """The strategy, its learners, and their connection."""
-
-    KEY: ClassVar[str] = "strategy"
 
     name: str = field("single", "how learners average gradients or weights", parts=STRATEGIES)
     options: Mapping[str, Any] = field(dict, "its options, see :mod:`ddpcore.strategies.registry`")
@@ -282,8 +275,6 @@ class StrategyConfig(Section):
 class RunConfig(Section):
     """The length of a run, its device, and what it measures and keeps."""
 
-    KEY: ClassVar[str] = "run"
-
     epochs: int | None = field(None, "length of the run in epochs; set either ``epochs`` or ``steps``", least=1)
     steps: int | None = field(None, "length of the run in optimizer steps", least=1)
     seed: int = field(0, "of weights, dropout, batches, augmentation, gossip pairs and noise", **SEED_RANGE)
@@ -314,10 +305,10 @@ class RunConfig(Section):
             raise ValueError(f"run.epochs is {self.epochs} and run.steps is {self.steps}: give exactly one of them")
 
 
-CLASSES: Mapping[str, type[Section]] = {
-    one.KEY: one for one in (ModelConfig, DataConfig, OptimizerConfig, StrategyConfig, RunConfig)
-}
-for _section in CLASSES.values():
+_CLASSES = (ModelConfig, DataConfig, OptimizerConfig, StrategyConfig, RunConfig)
+CLASSES: Mapping[str, type[Section]] = dict(zip(SECTIONS, _CLASSES, strict=True))
+for _key, _section in CLASSES.items():
+    _section.KEY = _key
     _hints, _fields = get_type_hints(_section), {item.name: item for item in fields(_section)}
     _section.HINTS = {name: _hints[name] for name in _fields}
     _section.PARTS = {name: item.metadata["parts"] for name, item in _fields.items() if _options_of(name) in _fields}
