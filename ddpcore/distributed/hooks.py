@@ -255,7 +255,7 @@ class HookedDistributed(Distributed):
         if pieces is not None:
             size = plan.gradients or self.learner.comm.num_learners
             with self._span("bucket_ready"):
-                self._watch.sums |= self.learner.comm.average_pieces_(columns, pieces, size)
+                self._watch.sums.update(self.learner.comm.average_pieces_(columns, pieces, size))
             return
         if plan.averages_gradients:
             self._watch.sums[int(columns.storage_offset())] = row_sums(columns)
