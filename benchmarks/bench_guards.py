@@ -42,6 +42,9 @@ WORLDS = {"virtual": None, "gloo": "pg", "shm": "shm"}  # and the transport of r
 class NoWatch:
     """Stands in for ``LoopWatch``: it only tells steps from other calls, and every call is a step."""
 
+    def __init__(self) -> None:
+        self.sums: dict[int, Any] = {}
+
     def __getattr__(self, name: str) -> Callable[..., bool]:
         answer = name in ("is_own_pass", "begin_call", "end_call")
         return lambda *args, **options: answer

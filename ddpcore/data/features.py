@@ -119,7 +119,8 @@ def _read(path: Path, max_bytes: int, used: int, sums: Mapping[Path, str] | None
             used += math.prod(claim[1]) * dtype.itemsize
         check_bytes(path, used, max_bytes, DATA_LIMIT, "up to this file, the arrays take")
         with _damage(path):
-            inputs, labels = (_array(archive, name) for name in ARRAYS)
+            files = (archive.open(f"{name}.npy") for name in ARRAYS)
+            inputs, labels = (np.lib.format.read_array(file, allow_pickle=False) for file in files)
     if len(inputs) != len(labels) or inputs.size == 0:
         sizes = f"{list(inputs.shape)} inputs and {len(labels)} labels"
         raise ValueError(f"{shown(path)}: {sizes}, save as many, at least one")
@@ -157,8 +158,3 @@ def _claim(archive: zipfile.ZipFile, name: str) -> tuple[np.dtype[Any], tuple[in
     if claimed != num_bytes and not dtype.hasobject:
         raise ValueError(f"the header of {name} says {claimed:,} bytes, and there are {num_bytes:,}")
     return dtype, shape
-
-
-def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(f"{name}.npy") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)

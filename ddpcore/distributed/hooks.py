@@ -233,6 +233,7 @@ class HookedDistributed(Distributed):
         for observer in self._watching:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
+        self.learner.had_backward |= self.phases.backward > 0
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
         rule = type(self.strategy)  # a step of plain SSGD does nothing else, so that one by hand is right
@@ -254,7 +255,7 @@ class HookedDistributed(Distributed):
         if pieces is not None:
             size = plan.gradients or self.learner.comm.num_learners
             with self._span("bucket_ready"):
-                self._watch.sums |= self.learner.comm.average_pieces_(columns, pieces, size)
+                self._watch.sums.update(self.learner.comm.average_pieces_(columns, pieces, size))
             return
         if plan.averages_gradients:
             self._watch.sums[int(columns.storage_offset())] = row_sums(columns)
@@ -369,6 +370,7 @@ class HookedDistributed(Distributed):
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
         learner.num_samples = self.num_samples
+        learner.had_backward |= self.phases.backward > 0
         if self.num_samples is not None and not self.counts_samples:
             text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"
             warnings.warn(f"{strategy.name} {text}", stacklevel=5)

@@ -1,6 +1,7 @@
 """``prepare``: a model that ``ddpcore.distribute`` trains, in a loop of Accelerate."""
 
 import hashlib
+import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -96,7 +97,11 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
     if all(one is not model for one in accelerator._models):
         vars(inner).pop("_is_accelerate_prepared", None)  # of another Accelerator, as that of an earlier Trainer
         if (forward := vars(inner).pop("_original_forward", None)) is not None:
-            (inner if getattr(forward, "__self__", model) is inner else model).forward = forward
+            holder = inner if getattr(forward, "__self__", model) is inner else model
+            inside = [inspect.unwrap(getattr(one, "__func__", one)) for one in (holder.forward, forward)]
+            if inside[0] is not inside[1]:  # wrappers of Accelerate say what they wrap
+                raise ValueError("an earlier Accelerator and then a program replaced forward: pass a model without it")
+            holder.forward = forward
     return Accelerator.prepare_model(accelerator, model, **{**options, "evaluation_mode": True})
 
 

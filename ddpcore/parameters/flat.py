@@ -431,11 +431,6 @@ def _unique_trainable(parameters: Iterable[tuple[str, Parameter]]) -> list[tuple
     return list(seen.values())
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether no element overlaps another one or a gap. Only then does torch give a new tensor the same strides."""
-    return tensor.numel() == 0 or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
 def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise ValueError, as :class:`FlatParameters`, for parameters that cannot be views of one buffer."""
     if not named:
@@ -459,7 +454,8 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
             raise ValueError(f"parameter {name} is {parameter.dtype}: {takes}: {advice}")
         if parameter.numel() and not parameter.data_ptr():
             raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
-        if not _is_dense(parameter):
+        # Only where no element overlaps another one or a gap, torch gives a new tensor the same strides.
+        if parameter.numel() and torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             advice = "use parameter.data = parameter.data.contiguous()"
             raise ValueError(f"parameter {name} is not dense in memory: {advice}")
         spans.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name))

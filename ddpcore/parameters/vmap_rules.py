@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -113,7 +113,7 @@ class VmapRules:
         num = len(self._getters)
         own = self._modules[rows.start * num : rows.stop * num]
         _check_kept(own[:num])
-        if self._plain or (self._is_known() and self._are_same()):
+        if not self._has_changed(own[:num], rows.start) if self._plain else self._is_known() and self._are_same():
             return
         for first, other in zip(own[:num] * len(rows), own, strict=True):
             for name in _public(first):
@@ -122,6 +122,16 @@ class VmapRules:
                     isinstance(leaf, Tensor) for leaf in tree_leaves(value)
                 ):
                     vars(other)[name] = copy.deepcopy(value)
+
+    def _has_changed(self, modules: Sequence[nn.Module], learner: int) -> bool:
+        """Whether a pass has changed attributes of a learner's modules; those of torch's classes stay."""
+        _, counts, values = self._facts
+        counts = counts[learner * len(modules) :]
+        return any(
+            len(vars(module)) != counts[place] or getter(vars(module)) != values[place][learner]
+            for place, (module, getter) in enumerate(zip(modules, self._getters, strict=True))
+            if type(module) not in _PLAIN
+        )
 
     def _are_same(self) -> bool:
         return all(_same(vars(first).get(name), vars(other).get(name)) for first, other, name in self._loose)

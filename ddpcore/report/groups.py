@@ -62,7 +62,10 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Group]:
         found.setdefault(tuple(text_of(config.get(key)) for key in keys), []).append(place)
     groups = []
     for places in found.values():
-        name = _name(configs[places[0]], keys) or plain(runs[places[0]].path.parent.resolve().name)
+        config = configs[places[0]]
+        words = [_word(key, config[key], keys) for key in keys if config.get(key) is not None]
+        name = ", ".join(words) or ", ".join(f"{key} as by default" for key in keys)
+        name = name or plain(runs[places[0]].path.parent.resolve().name)
         groups.append(Group(name=name, runs=[runs[place] for place in places]))
     return groups
 
@@ -91,11 +94,6 @@ def constants(configs: Sequence[dict[str, Any]]) -> str:
     varied, first = differing(configs), configs[0]
     keys = dict.fromkeys([*_MAIN, *_MORE, *(key for key in first if key not in _FIELDS)])
     return ", ".join(_word(key, first[key], keys) for key in keys if key not in varied and first.get(key) is not None)
-
-
-def _name(config: dict[str, Any], keys: Sequence[str]) -> str:
-    words = [_word(key, config[key], keys) for key in keys if config.get(key) is not None]
-    return ", ".join(words) or ", ".join(f"{key} as by default" for key in keys)
 
 
 def _word(key: str, value: Any, keys: Any) -> str:

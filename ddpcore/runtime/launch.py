@@ -234,8 +234,7 @@ def _run_rank(
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **store)
     except dist.DistStoreError as error:
-        what = f"a rank did not start within {seconds:g} s"
-        raise TimeoutError(f"{what}: see what it printed, or raise timeout") from error
+        raise TimeoutError(f"a rank did not start within {seconds:g} s: see its output, or raise timeout") from error
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(timedelta(seconds=timeout))
     worker(world, *args)

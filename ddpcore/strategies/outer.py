@@ -38,7 +38,7 @@ class Start:
     """The weights at which the first round begins: before the first forward pass that the strategy sees, or the step.
 
     ``rows_LP`` has a copy of them, ``[L, P]``, at first that of a saved state, if it had one. A program may load
-    weights after that pass: then the round begins there.
+    weights after that pass, or set them by hand before the first backward pass: then the round begins there.
     """
 
     def __init__(self, rows_LP: Tensor | None = None) -> None:
@@ -48,7 +48,7 @@ class Start:
     def note(self, learner: Learner) -> Tensor:
         """Copy the weights, unless they are known."""
         num_loads = sum(learner.loaded[key] for key in learner.flat.index)
-        if self.rows_LP is None or self._num_loads not in (None, num_loads):
+        if self.rows_LP is None or self._num_loads not in (None, num_loads if learner.had_backward else -1):
             self.rows_LP, self._num_loads = learner.flat.param_LP.clone(), num_loads
         return self.rows_LP
 

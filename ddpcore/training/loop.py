@@ -393,9 +393,8 @@ class Loop:
         return is_saved
 
     def _try_to_save(self, members: tuple[int, ...], progress: dict[str, Any] | None) -> bool:
-        learner = self.trainer.handle.learner
-        if learner is not None and learner.live is not None:
-            learner.live.settle()  # else slower ranks still average with the row that a faster one saves
+        if (live := getattr(self.trainer.handle.learner, "live", None)) is not None:
+            live.settle()  # else slower ranks still average with the row that a faster one saves
         state = self.trainer.state_dict()
         if not self.config.run.save_nonfinite and self._most(not is_finite(tensors_of(state))):
             if self.writer is not None:

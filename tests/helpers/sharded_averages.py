@@ -59,6 +59,7 @@ def average_of_ties_and_teachers(place: Place) -> dict[str, Any]:
         "names": [list(dict(one.named_parameters())) for one in (averaged, model)],
         "parameters": distance(held, mean),
         "full": _full(averaged, mean),
+        "renamed": distance(_renamed(averaged, model), mean),
         "refused": [_error(call) for call in _changes(averaged)],
         "recalibrate": _error(lambda: handle.evaluation_model("recalibrate", [place.x[0, 0]])),
         "moved": averaged.to("cpu", torch.float32) is averaged,
@@ -69,6 +70,19 @@ def _full(averaged: nn.Module, mean: dict[str, Any]) -> float:
     """The distance of what rank 0 gets from torch; the other ranks get nothing."""
     state = get_model_state_dict(averaged, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return distance(state, mean) if dist.get_rank() == 0 else float(len(state))
+
+
+def _renamed(averaged: nn.Module, model: nn.Module) -> dict[str, Any]:
+    """Its state where a hook changes the names of the training model's, as those of activation checkpoints do."""
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in [*state]:
+            state[f"{name}_"] = state.pop(name)
+
+    handle = model.register_state_dict_post_hook(rename)
+    state = averaged.state_dict(None, "own.")
+    handle.remove()
+    return {name.removeprefix("own.").removesuffix("_"): whole(value) for name, value in state.items()}
 
 
 def _changes(averaged: nn.Module) -> list[Callable[[], Any]]:

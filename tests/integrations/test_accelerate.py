@@ -134,6 +134,14 @@ def test_a_model_that_another_accelerator_had() -> None:
         train(3, seed=0)
         model = handle.evaluation_model()
         model.load_state_dict({name: weights[name.removeprefix("_orig_mod.")] for name in model.state_dict()})
+    AcceleratorState._reset_state()
+    model = nn.Linear(4, 4)
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    before = model.forward
+    model.forward = lambda inputs: 3 * before(inputs)
+    accelerate.Accelerator().free_memory()
+    with pytest.raises(ValueError, match="an earlier Accelerator and then a program replaced forward: pass a model"):
+        _run(model)
 
 
 def test_several_models_of_one_loop(tmp_path: Path) -> None:

@@ -238,6 +238,30 @@ def test_models_that_keep_a_module_or_tensor_twice() -> None:
                 torch.testing.assert_close(one, other, msg=f"{make.__name__}, {vectorize}")
 
 
+class Counting(Plain):
+    """Counts its passes, and begins with small outputs."""
+
+    vectorizes, num = True, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num += 1
+        return super().forward(inputs) * min(1.0, self.num / 10)
+
+
+def test_python_state_is_each_learners_own() -> None:
+    """A counter in a class that vectorizes: the first learner alone ran it."""
+    together, inputs = learners(Counting(), N, True), torch.randn(N, 3, 4)
+    alone = [copy.deepcopy(model) for model in together.models]
+    for step in range(1, 5):
+        expected = torch.stack([model(row) for model, row in zip(alone, inputs, strict=True)])
+        torch.testing.assert_close(together(inputs), expected)
+        assert [model.num for model in together.models] == [step] * N
+
+
 def test_autocast_has_the_dtypes_of_a_model_alone() -> None:
     together = learners(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)), N, None)
     inputs = torch.randn(N, 3, 4)

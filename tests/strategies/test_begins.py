@@ -114,11 +114,14 @@ def _plain(models: list[nn.Module], way: str, group: int, switch: int) -> Tensor
 def _ours(model: nn.Module, make: Callable[[], Any], way: str) -> tuple[Any, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, make(), learners=4)
-    if way == "loaded":  # after a pass that tries the model out
+    if way in ("loaded", "set"):  # after a pass that tries the model out
         state = {name: value * 0.5 for name, value in model.state_dict().items()}
         handle.model(_samples(9))
         for one in handle.models:
-            one.load_state_dict(state)
+            if way == "loaded":
+                one.load_state_dict(state)
+            else:
+                torch._foreach_mul_([parameter.detach() for parameter in one.parameters()], 0.5)
     for step in range(6):
         optimizer.zero_grad()
         losses = handle.model(_samples(step)).sum(dim=(1, 2))
@@ -156,14 +159,14 @@ def test_the_first_round_begins_before_the_passes_of_its_step() -> None:
         "slowmo": (lambda: ddpcore.SlowMo(None, period=2, slow_momentum=0.0, slow_lr=0.5), 1, 0),
     }
     for name, (make, group, switch) in cases.items():
-        for way in ("plain", "decay", "max_norm", "resumed", "loaded"):
+        for way in ("plain", "decay", "max_norm", "resumed", "loaded", "set"):
             renormalizes = way in ("max_norm", "resumed")
             if renormalizes and (group > 1 or switch):
                 continue  # learners that average gradients would differ
             torch.manual_seed(0)
             model = Swapped(1.0 if renormalizes else None)
             alone = [copy.deepcopy(model) for _ in range(4)]
-            for one in alone if way == "loaded" else ():
+            for one in alone if way in ("loaded", "set") else ():
                 one.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
             expected = _plain(alone, way, group, switch)
             trained, _ = _ours(model, make, way)

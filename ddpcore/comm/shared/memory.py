@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -79,31 +80,43 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-_own: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # buffers of this process
-_copies: list[tuple[mmap.mmap, mmap.mmap]] = []  # of a fork that is under way: each buffer, and what it holds
+_own: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # buffers of this process, descriptors
+_fork = threading.local()  # ``copies`` of the fork under way: each buffer, its address, that of a copy, its descriptor
+_library = ctypes.CDLL(None)
+_library.mmap.restype = _library.mremap.restype = ctypes.c_void_p
+_library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_WRITABLE, _FIXED, _NONE = mmap.PROT_READ | mmap.PROT_WRITE, 0x10, ctypes.c_void_p(-1).value  # from <sys/mman.h>
 
 
 def _copy_own() -> None:
     """Before a fork: later writes of this process reach its pages, and the forked one must not read them."""
-    for mapped in list(_own):
-        _copies.append((mapped, mmap.mmap(-1, len(mapped), flags=mmap.MAP_PRIVATE)))
-        memoryview(_copies[-1][1])[:] = memoryview(mapped)
+    _fork.copies = []
+    for mapped, descriptor in list(_own.items()):
+        there, size = ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped)
+        here = _library.mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if here != _NONE:
+            ctypes.memmove(here, there, size)
+        _fork.copies.append((mapped, there, here, descriptor))
+
+
+def _free_copies() -> None:
+    for mapped, _, here, _ in _fork.__dict__.pop("copies", ()):
+        if here != _NONE:
+            _library.munmap(here, len(mapped))
 
 
 def _make_private() -> None:
-    """In a forked process: ordinary memory takes the place of the buffers, with what they held at the fork."""
-    library = ctypes.CDLL(None)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: in the place of the shared pages
-    for mapped, copy in _copies:
-        there, here = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (mapped, copy))
-        library.mmap(there, len(mapped), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        ctypes.memmove(there, here, len(mapped))
-    _copies.clear()
+    """In a forked process: the copies take the place of the buffers. Without room for one, its writes stay here."""
+    for mapped, there, here, descriptor in _fork.__dict__.pop("copies", ()):
+        if here != _NONE:
+            _library.mremap(here, len(mapped), len(mapped), 3, there)  # MREMAP_MAYMOVE | MREMAP_FIXED
+        else:
+            _library.mmap(there, len(mapped), _WRITABLE, mmap.MAP_PRIVATE | _FIXED, descriptor, 0)
 
 
-os.register_at_fork(before=_copy_own, after_in_parent=_copies.clear, after_in_child=_make_private)
+os.register_at_fork(before=_copy_own, after_in_parent=_free_copies, after_in_child=_make_private)
 
 
 class HostMemory(Memory):
@@ -113,7 +126,7 @@ class HostMemory(Memory):
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = create_file(num_bytes)
         mapped = map_file(descriptor, num_bytes, ours=True)
-        _own.add(mapped)
+        _own[mapped] = descriptor
         weakref.finalize(mapped, os.close, descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8), str(descriptor).encode()
 
