@@ -70,9 +70,9 @@ def test_other_models_run_in_turn_unless_asked(make: Any) -> None:
     assert takes_vmap(make(), vectorize=True)
 
 
-@pytest.mark.parametrize("vectorize", [None, True])
-def test_compiled_models_run_in_turn(vectorize: bool | None) -> None:
-    assert not takes_vmap(torch.compile(nn.Linear(4, 4), backend="eager"), vectorize=vectorize)
+def test_compiled_models_run_in_turn() -> None:
+    for vectorize in (None, True):
+        assert not takes_vmap(torch.compile(nn.Linear(4, 4), backend="eager"), vectorize=vectorize)
 
 
 def swap_weights(models: Any) -> None:
