@@ -78,16 +78,16 @@ class AveragedShards(nn.Module):
             (row,) = learner.average_of(flat.shards.padded(parameter)[None])
             places[id(parameter)] = row[: local(parameter).numel()].view(local(parameter).shape)
             self._frozen.append((parameter, places[id(parameter)]))
-        self._given: dict[int, Any] = {id(buffer): buffer.clone() for buffer in model.buffers()}
+        self._averages: dict[int, Any] = {id(buffer): buffer.clone() for buffer in model.buffers()}
         for one in model.parameters():
             averaged = flat.shards.gradient(one, places.get(id(one), local(one)))
-            self._given[id(one)] = nn.Parameter(averaged, one.requires_grad)
+            self._averages[id(one)] = nn.Parameter(averaged, one.requires_grad)
         layers: dict[nn.Module, nn.Module] = {model: self}  # with the names of the model's, but without its code
         for module in model.modules():
             layer = layers[module]
             layer.training = module.training
-            layer._parameters.update({name: self._given.get(id(one)) for name, one in module._parameters.items()})
-            layer._buffers.update({name: self._given.get(id(one)) for name, one in module._buffers.items()})
+            layer._parameters.update({name: self._averages.get(id(one)) for name, one in module._parameters.items()})
+            layer._buffers.update({name: self._averages.get(id(one)) for name, one in module._buffers.items()})
             parts = ((name, one) for name, one in module._modules.items() if one is not None)
             layer._modules.update({name: layers.setdefault(one, nn.Module()) for name, one in parts})
         if batch_norm != "local":
@@ -141,7 +141,7 @@ class AveragedShards(nn.Module):
         shards.reshard()
         state = model.state_dict(**given, keep_vars=True)
         for name in [name for name, value in state.items() if name not in others and isinstance(value, Tensor)]:
-            if (average := self._given.get(id(state[name]))) is None:
+            if (average := self._averages.get(id(state[name]))) is None:
                 what = f"{name} of state_dict() is another tensor than was averaged"
                 raise RuntimeError(f"{what}: remove the hook that makes it, or save the average before the next pass")
             state[name] = average if keeps else average.detach()

@@ -100,7 +100,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
             holder = inner if getattr(forward, "__self__", model) is inner else model
             inside = [inspect.unwrap(getattr(one, "__func__", one)) for one in (holder.forward, forward)]
             if inside[0] is not inside[1]:  # wrappers of Accelerate say what they wrap
-                raise ValueError("an earlier Accelerator and then a program replaced forward: pass a model without it")
+                raise ValueError("a program replaced forward after an Accelerator wrapped it: pass the model as before")
             holder.forward = forward
     return Accelerator.prepare_model(accelerator, model, **{**options, "evaluation_mode": True})
 

@@ -140,7 +140,7 @@ def test_a_model_that_another_accelerator_had() -> None:
     before = model.forward
     model.forward = lambda inputs: 3 * before(inputs)
     accelerate.Accelerator().free_memory()
-    with pytest.raises(ValueError, match="an earlier Accelerator and then a program replaced forward: pass a model"):
+    with pytest.raises(ValueError, match="a program replaced forward after an Accelerator wrapped it: pass the model"):
         _run(model)
 
 

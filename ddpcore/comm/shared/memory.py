@@ -83,9 +83,8 @@ def is_held(descriptor: int) -> bool:
 _own: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # buffers of this process, descriptors
 _fork = threading.local()  # ``copies`` of the fork under way: each buffer, its address, that of a copy, its descriptor
 _library = ctypes.CDLL(None)
-_library.mmap.restype = _library.mremap.restype = ctypes.c_void_p
+_library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _WRITABLE, _FIXED, _NONE = mmap.PROT_READ | mmap.PROT_WRITE, 0x10, ctypes.c_void_p(-1).value  # from <sys/mman.h>
 
@@ -108,9 +107,10 @@ def _free_copies() -> None:
 
 
 def _make_private() -> None:
-    """In a forked process: the copies take the place of the buffers. Without room for one, its writes stay here."""
+    """In a forked process: the copies take the place of the buffers. Without a copy its writes stay its own, too."""
     for mapped, there, here, descriptor in _fork.__dict__.pop("copies", ()):
-        if here != _NONE:
+        if here != _NONE:  # Linux alone has mremap
+            _library.mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
             _library.mremap(here, len(mapped), len(mapped), 3, there)  # MREMAP_MAYMOVE | MREMAP_FIXED
         else:
             _library.mmap(there, len(mapped), _WRITABLE, mmap.MAP_PRIVATE | _FIXED, descriptor, 0)
