@@ -66,6 +66,7 @@ def distribute(
     if torch.is_inference_mode_enabled():
         raise ValueError("distribute() is called inside torch.inference_mode(), where nothing trains: call it outside")
     policies, connection = policies or Policies(), connection or Connection()
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None  # one that is not enabled skips no step
     if isinstance(strategy, Baseline):
         options: dict[str, Any] = {"learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}

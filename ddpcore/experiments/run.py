@@ -25,7 +25,7 @@ from ddpcore.runtime.machine import keep_freed_memory
 from ddpcore.storage.files import plain
 from ddpcore.training import Interrupted, train
 from ddpcore.training.build import LearnerPlacement
-from ddpcore.training.loop import OnRecord
+from ddpcore.training.loop import OnProgress
 
 POLL_SECONDS = 0.002  # between two checks for the checkpoint after which a rank is killed
 
@@ -65,7 +65,7 @@ def _run_in_process(jobs: Iterable[tuple[int, Job]], folder: Folder, datasets: D
         for left, job in jobs:
             raise_if_asked(f"before {job.row}")
             try:
-                result = _train(job, None, datasets, _time_left(job, left, processes))
+                result = _train(job, None, datasets, _time_left(left, processes))
             except Interrupted:
                 raise
             except Exception as error:  # the other jobs run in any case
@@ -112,7 +112,7 @@ def _work(world: World, jobs: Sequence[Job], folder: Folder) -> None:
         done = threading.Event()
         if job.kill_rank == world.rank:
             threading.Thread(target=_kill_after_checkpoint, args=(job, done), daemon=True).start()
-        result = _train(job, world, datasets, _time_left(job, len(jobs) - place))
+        result = _train(job, world, datasets, _time_left(len(jobs) - place))
         done.set()
         if world.rank == 0:
             _finish(folder, result)
@@ -150,23 +150,24 @@ def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _time_left(job: Job, left: int, processes: int = 1) -> OnRecord:
-    """A function that prints, after the first epoch of a run, how long that run and the later ones take."""
+def _time_left(left: int, processes: int = 1) -> OnProgress:
+    """A function that prints, after the first steps of a run but one, how long that run and the later ones take."""
+    begun: list[tuple[float, int]] = []
 
-    def say(row: dict[str, Any]) -> None:
-        if row["kind"] == "epoch" and row["epoch"] == 1 and left > 1:
-            num_steps = job.config.run.steps or row["step"] * (job.config.run.epochs or 1)
-            hours = row["total_seconds"] / row["step"] * num_steps * left / processes / 3600
+    def say(step: int, num_steps: int) -> None:
+        begun.append((time.perf_counter(), step))
+        if len(begun) == 2 and left > 1:
+            hours = (begun[1][0] - begun[0][0]) / (step - begun[0][1]) * num_steps * left / processes / 3600
             print(f"about {hours:.2f} h for {left} runs, if all take as long", flush=True)
 
     return say
 
 
-def _train(job: Job, world: World | None, datasets: Datasets, on_record: OnRecord) -> dict[str, Any]:
+def _train(job: Job, world: World | None, datasets: Datasets, on_progress: OnProgress) -> dict[str, Any]:
     """Train, from the last checkpoint if there is one, and return the result."""
     keep_freed_memory()
     dataset = datasets.of(LearnerPlacement.of(job.config, world))
-    record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset, on_record=on_record)
+    record = train(job.config, out=job.path, world=world, resume=True, dataset=dataset, on_progress=on_progress)
     parts = (record.header, *record.resumed)  # a resumed run may continue on another machine or commit
     return {
         **_heading(job),

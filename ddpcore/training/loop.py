@@ -25,6 +25,7 @@ from ddpcore.training.statistics import Measurements, flatness_of
 from ddpcore.training.trainer import Trainer
 
 OnRecord = Callable[[dict[str, Any]], None]
+OnProgress = Callable[[int, int], None]
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
@@ -39,7 +40,7 @@ class RunWriter(JsonLines):
     ``header`` is the first row of a new run; its ``total_steps`` is the length of the progress bar. ``resumed`` is the
     row of a resumed run. Rows after its ``step`` are removed from the record, and with ``in_epoch`` the row of an epoch
     at this step. If the run was shorter, it gets the new length, and a last row and a model of the shorter run are
-    removed. ``on_record`` is called with each further row.
+    removed. ``on_record`` is called with each further row, and ``on_progress`` with the steps taken and those of all.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RunWriter(JsonLines):
         header: dict[str, Any],
         resumed: dict[str, Any] | None = None,
         on_record: OnRecord | None = None,
+        on_progress: OnProgress | None = None,
         in_epoch: bool = False,
     ) -> None:
         path, step = out / RECORD, 0 if resumed is None else resumed["step"]
@@ -67,7 +69,7 @@ class RunWriter(JsonLines):
         out.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows if resumed is None else [*rows, resumed])
         super().__init__(path)
-        self._on_record, self._step = on_record, step
+        self._on_record, self._on_progress, self._step, self._num_steps = on_record, on_progress, step, num_steps
         self._progress = ProgressReport("training", num_steps, completed=step)
 
     def __enter__(self) -> "RunWriter":
@@ -82,6 +84,8 @@ class RunWriter(JsonLines):
         """Update the progress bar and the text beside it."""
         self._progress.advance(step - self._step, text)
         self._step = step
+        if self._on_progress is not None:
+            self._on_progress(step, self._num_steps)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the record."""

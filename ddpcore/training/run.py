@@ -23,7 +23,7 @@ from ddpcore.topology.describe import MOST_DRAWN, describe, edges_of
 from ddpcore.training.build import LearnerPlacement, balanced, build_dataset, build_trainer, threads_for, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors, members_left
 from ddpcore.training.config import TrainConfig, check_samples
-from ddpcore.training.loop import Loop, OnRecord, RunWriter, StepRecorder, warn
+from ddpcore.training.loop import Loop, OnProgress, OnRecord, RunWriter, StepRecorder, warn
 from ddpcore.training.memory import estimate
 from ddpcore.training.progress import Progress
 from ddpcore.training.statistics import Measurements
@@ -44,6 +44,7 @@ def train(
     resume: bool = False,
     dataset: Dataset | None = None,
     on_record: OnRecord | None = None,
+    on_progress: OnProgress | None = None,
     announce: bool = False,
 ) -> RunRecord:
     """Train as the config says, and write all results into a folder.
@@ -57,6 +58,8 @@ def train(
         resume: continue from the last complete checkpoint in ``out``; begin if there is none.
         dataset: used instead of the data set of the config.
         on_record: called on rank 0 with each new row of the record, see :class:`RunRecord`. An error ends the run.
+        on_progress: called there after step 1, every 20 steps and at the end of an epoch, with the number of steps
+            taken, and that of the whole run.
         announce: print an estimate of the memory, and where a saved run goes on, before the first step.
 
     Returns the record, on every rank.
@@ -85,7 +88,7 @@ def train(
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, measured, out, resume, on_record, stop_signal, announce)
+                finished = _train(placement, trainer, measured, out, resume, stop_signal, on_record, on_progress, announce)
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 
@@ -115,7 +118,7 @@ def join_run(out: str | Path, *, dataset: Dataset | None = None) -> RunRecord:
         if dataset.digest() != header["dataset_digest"]:
             raise ValueError(f"{shown(out)} holds a run on other samples: take the same samples")
         trainer = build_trainer(placement, dataset, store)
-        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, None, stop_signal)
+        finished = _train(placement, trainer, Measurements(config.run, trainer), out, False, stop_signal)
     stop_signal.pass_on()
     return finished
 
@@ -126,8 +129,9 @@ def _train(
     measured: Measurements,
     out: Path,
     resume: bool,
-    on_record: OnRecord | None,
     stop_signal: StopSignal,
+    on_record: OnRecord | None = None,
+    on_progress: OnProgress | None = None,
     announce: bool = False,
 ) -> RunRecord:
     config, world, num_rows = placement.config, placement.world, len(trainer.handle.comm.learners)
@@ -143,14 +147,17 @@ def _train(
     if is_first and comm is not None:
         _write_address(out)
 
+    def write(in_epoch: bool = False) -> RunWriter:
+        rows = _first_rows(placement, trainer)
+        return stack.enter_context(RunWriter(out, *rows, on_record, on_progress, in_epoch))
+
     def take_over() -> RunWriter:
         stack.enter_context(locked(out))
-        return stack.enter_context(_writer(placement, trainer, out, on_record))
+        return write()
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))
-        in_epoch = progress.epoch_steps > 0
-        writer = stack.enter_context(_writer(placement, trainer, out, on_record, in_epoch)) if is_first else None
+        writer = write(in_epoch=progress.epoch_steps > 0) if is_first else None
         loop = Loop(placement, trainer, measured, progress, checkpoints, writer, take_over, steps)
         if is_first and announce:
             begin = f", going on after step {trainer.num_steps} of {loop.total_steps}" if trainer.num_steps else ""
@@ -247,9 +254,8 @@ def _moved(placement: LearnerPlacement, trainer: Trainer, measured: Measurements
     return Progress(**progress)
 
 
-def _writer(
-    placement: LearnerPlacement, trainer: Trainer, out: Path, on_record: OnRecord | None, in_epoch: bool = False
-) -> RunWriter:
+def _first_rows(placement: LearnerPlacement, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The header of a record, and of a resumed run its row."""
     config, dataset, step = placement.config, trainer.dataset, trainer.num_steps
     left = {} if placement.left is None else {"members": list(placement.left.members)}
     batches, parts = trainer.batches, trainer.batches.parts
@@ -272,8 +278,7 @@ def _writer(
         **here,
     }
     learners = {"learners": config.strategy.learners}
-    resumed = {"kind": "resume", "step": step, **learners, **left, **here} if step else None
-    return RunWriter(out, header, resumed, on_record, in_epoch)
+    return header, {"kind": "resume", "step": step, **learners, **left, **here} if step else None
 
 
 def _topology(config: TrainConfig) -> dict[str, Any] | None:

@@ -306,6 +306,11 @@ def test_one_norm_of_all_learners_is_refused():
     )
     one.model(torch.ones(1, 4, 2)).sum().backward()
     nn.utils.clip_grad_norm_(one.model.parameters(), 1.0)
+    handle, optimizer = trained(ddpcore.SSGD())  # whose learners have equal gradients, so that nothing can see it
+    handle.model(torch.ones(L, 6, 5)).sum().backward()
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in handle.models[0].parameters()])
+    assert float(norm) == pytest.approx(0.1 / L**0.5, rel=1e-4), "docs/limits.md"
 
 
 @pytest.mark.parametrize("vectorize", [True, False])

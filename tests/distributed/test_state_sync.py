@@ -438,4 +438,12 @@ def test_a_scaler_needs_steps_that_all_learners_take() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="SGD skips a step on one learner"):
         ddpcore.distribute(model, plain, DPSGD(), learners=2, scaler=scaler)
-    ddpcore.distribute(model, plain, SSGD(), learners=2, scaler=scaler)
+    for strategy, is_enabled in ((SSGD(), True), (DPSGD(), False)):
+        model = nn.Linear(2, 2)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
+        handle = ddpcore.distribute(model, plain, strategy, learners=2, scaler=scaler)
+        before = model.weight.detach().clone()
+        scaler.scale(handle.model(torch.ones(2, 3, 2)).sum()).backward()
+        scaler.step(plain)
+        assert not torch.equal(model.weight, before)

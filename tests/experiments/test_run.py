@@ -274,22 +274,20 @@ def test_each_process_of_several_jobs_takes_a_gpu_of_its_own(monkeypatch: pytest
     assert taken == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("length", ["steps", "epochs"])
 def test_several_jobs_say_how_long_the_rest_takes(
-    length: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With two processes: this one takes runs 1 and 3 to 6 of six, and the other one run 2. An epoch takes an hour."""
-    tiny.write_text(tiny.read_text().replace("run.steps = 4", f"run.{length} = 4"))
+    """With two processes: this one takes runs 1 and 3 to 6 of six, and the other one run 2. A step takes an hour."""
     folder, next_index = Folder(tmp_path), torch.multiprocessing.get_context("spawn").Value("i", 0)
     jobs = make_plan(study.find_study(str(tiny)), folder).jobs
     taken: list[tuple[str, int]] = []
 
-    def trained(job: Job, world: None, datasets: object, on_record: Any) -> dict[str, Any]:
+    def trained(job: Job, world: None, datasets: object, on_progress: Any) -> dict[str, Any]:
         next_index.value += not taken
         taken.append((job.row, job.seed))
-        on_record({"kind": "evaluation", "epoch": 1, "step": 1, "total_seconds": 60.0})
-        for epoch in (1, 2):
-            on_record({"kind": "epoch", "epoch": epoch, "step": epoch, "total_seconds": 3600.0 * epoch})
+        for step, now in ((1, 50.0), (21, 50.0 + 20 * 3600.0), (41, 50.0 + 60 * 3600.0)):
+            monkeypatch.setattr("ddpcore.experiments.run.time.perf_counter", lambda now=now: now)
+            on_progress(step, 4)
         return {"row": job.row, "seed": job.seed, "place": "here", "status": "failed", "error": "none"}
 
     monkeypatch.setattr("ddpcore.experiments.run._train", trained)
