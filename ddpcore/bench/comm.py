@@ -1,23 +1,23 @@
 """``ddpcore bench comm``: latency and bandwidth of each operation over each transport, with checked data."""
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
 from ddpcore.bench import command
 from ddpcore.bench.config import BenchConfig, Options, ResolvedConfig, resolve_device
 from ddpcore.bench.contender import gather
+from ddpcore.bench.isolated import time_calls
 from ddpcore.comm import Communicator, choose_transport, connect
 from ddpcore.comm.connect import TRANSPORTS, Connection
-from ddpcore.comm.groups import barrier
+from ddpcore.comm.groups import default_group
 from ddpcore.display.chart import Chart, Series
 from ddpcore.display.table import number, table_of
 from ddpcore.ops import Mixture
@@ -85,10 +85,8 @@ class Lane:
     """One transport and the row that it sends. The values of rank r are a fixed pattern plus r."""
 
     def __init__(self, transport: str, numel: int, device: torch.device) -> None:
-        group = dist.group.WORLD
-        assert group is not None
         self.transport, self.device = transport, device
-        self.comm: Communicator = connect(group, device, Connection(transport=transport))
+        self.comm: Communicator = connect(default_group(None), device, Connection(transport=transport))
         self.rows = self.comm.allocate((1, numel), torch.float32, device)  # in memory that the transport prefers
         self.num_steps = 0
 
@@ -201,23 +199,18 @@ def _measure(operation: Operation, lanes: list[Lane], seconds: float) -> list[di
         found = operation.call(lane)
         wrong.append(sum(num_wrong(row, offset) for row, offset in zip(found, offsets, strict=True)))
         del found
-        once.append(_time(operation, lane))
+        once.append(_seconds(operation, lane))
     everyone = np.array(gather((wrong, once)))  # [ranks, 2, lanes]
     # All ranks must take the same number of repeats, so the time of the slowest rank decides.
     repeats = max(FEWEST, min(MOST, round(len(lanes) * seconds / max(everyone[:, 1].max(axis=0).sum(), 1e-9))))
-    times = np.array(gather([[_time(operation, lane) for lane in lanes] for _ in range(repeats)])).max(axis=0)
+    times = np.array(gather([[_seconds(operation, lane) for lane in lanes] for _ in range(repeats)])).max(axis=0)
     of_lanes = zip(lanes, times.T.tolist(), map(int, everyone[:, 0].sum(axis=0)), strict=True)
     return [row_of(operation, *of_lane) for of_lane in of_lanes]
 
 
-def _time(operation: Operation, lane: Lane) -> float:
+def _seconds(operation: Operation, lane: Lane) -> float:
     """Seconds from a barrier until this rank has its result."""
-    barrier("the start of a measurement")
-    start = time.perf_counter()
-    operation.call(lane)
-    if lane.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time_calls([partial(operation.call, lane)], lane.device.type).seconds
 
 
 def row_of(operation: Operation, lane: Lane, seconds: list[float], wrong: int) -> dict[str, Any]:

@@ -55,14 +55,12 @@ def prepare(config: DoctorConfig, torchrun: World | None) -> Callable[[], None]:
     """Check the config on this machine; return a function that starts the ranks."""
     if config.model is not None and config.parameters is not None:
         raise ValueError("--model and --parameters both say how large the model is: give one")
-    world_size = 1 if torchrun is None else torchrun.world_size
-    if world_size == 1:
+    if torchrun is None or torchrun.world_size == 1:
         return lambda: run_rank(World(), config)
     device, num_gpus = ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
-    local = 1 if torchrun is None else torchrun.local_world_size
-    backend = choose_backend("auto", world_size=local, device=device, num_gpus=num_gpus).backend
+    backend = choose_backend("auto", world_size=torchrun.local_world_size, device=device, num_gpus=num_gpus).backend
     backend = "gloo" if backend == "virtual" else backend
-    return lambda: launch.run(run_rank, (config,), world_size=world_size, backend=backend, timeout=TIMEOUT)
+    return lambda: launch.run(run_rank, (config,), world_size=torchrun.world_size, backend=backend, timeout=TIMEOUT)
 
 
 def run_rank(world: World, config: DoctorConfig) -> None:

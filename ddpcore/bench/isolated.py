@@ -1,9 +1,10 @@
 """The parts of a step alone: timing of its communication, and of its computation."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -47,16 +48,12 @@ def averages(one: Contender) -> list[Call]:
     columns, device = _messages(one), one.active.dataset.train.labels.device
     if columns is None:
         return [partial(dist.all_reduce, torch.zeros(size // _ITEMSIZE, device=device)) for size in bucket_bytes(one)]
-    return [partial(_average, one, [each]) for each in columns]
+    return [partial(average, one, [each]) for each in columns]
 
 
-def average_together(one: Contender) -> None:
-    """Average all messages of a strategy of ddpcore at once, as in a backward pass. Collective."""
-    _average(one, _messages(one) or [])
-
-
-def _average(one: Contender, columns: list[Tensor]) -> None:
-    """Average some columns of the gradients, of all learners or of each group."""
+def average(one: Contender, columns: Iterable[Tensor] | None = None) -> None:
+    """Average messages of a strategy of ddpcore at once: all, as in a backward pass, or some. Collective."""
+    columns = _messages(one) or () if columns is None else columns
     comm, size = one.active.handle.comm, one.strategy.traits.group
     for work in [comm.average_(each, 0, None if size == 1 else size) for each in columns]:
         work.wait()
@@ -81,21 +78,18 @@ class StepTimer:
         self._trainer = one.active
         self._cuda = self._trainer.dataset.train.labels.is_cuda
         self._steps: list[tuple[float, float, float]] = []  # seconds of forward, backward and update
-        self._arrivals: dict[int, list[float]] = {}
-        self._sizes: dict[int, int] = {}
+        self._arrivals: dict[Tensor, list[float]] = {}  # of each parameter
         self._marks: list[float] = []
-        self._arrived: list[tuple[int, float]] = []  # of this step: each parameter, and when
+        self._arrived: list[tuple[Tensor, float]] = []  # of this step: each parameter, and when
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Install the hooks that :meth:`step` needs."""
         model, optimizer = self._trainer.handle.model, self._trainer.optimizer
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._sizes = {id(parameter): parameter.numel() for parameter in parameters}
         with ExitStack() as hooks:
             hooks.enter_context(model.register_forward_hook(lambda *_: self._marks.append(self._now())))
             hooks.enter_context(optimizer.register_step_pre_hook(lambda *_: self._marks.append(self._now())))
-            for parameter in parameters:
+            for parameter in filter(attrgetter("requires_grad"), model.parameters()):
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._note))
             yield
 
@@ -107,20 +101,20 @@ class StepTimer:
         end = self._now()
         forward, backward = (mark - start for mark in self._marks)
         self._steps.append((forward, backward - forward, end - start - backward))
-        for key, when in self._arrived:
+        for parameter, when in self._arrived:
             share = (when - start - forward) / (backward - forward)
-            self._arrivals.setdefault(key, []).append(min(1.0, max(0.0, share)))
+            self._arrivals.setdefault(parameter, []).append(min(1.0, max(0.0, share)))
 
     def compute(self, seconds: float, cpu: float = 0.0) -> Compute:
         """A step of this length in seconds, divided into parts in the measured proportions."""
         parts = [median(part) for part in zip(*self._steps, strict=True)]
         forward, backward, update = (seconds * part / sum(parts) for part in parts)
-        found = [(self._sizes[key], median(shares)) for key, shares in self._arrivals.items()]
+        found = [(parameter.numel(), median(shares)) for parameter, shares in self._arrivals.items()]
         arrivals = tuple(sorted(found, key=lambda entry: entry[1]))
         return Compute(forward=forward, backward=backward, update=update, cpu=cpu, arrivals=arrivals)
 
     def _note(self, parameter: Tensor) -> None:
-        self._arrived.append((id(parameter), self._now()))
+        self._arrived.append((parameter, self._now()))
 
     def _now(self) -> float:
         if self._cuda:

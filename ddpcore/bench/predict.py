@@ -14,7 +14,7 @@ from ddpcore.bench import command
 from ddpcore.bench.command import size_name
 from ddpcore.bench.config import LARGE, BenchConfig, ResolvedConfig
 from ddpcore.bench.contender import DEFAULT_BUCKET_MB, OWN_COMPUTE, Contender, build_dataset, gather, parse_sizes
-from ddpcore.bench.isolated import Call, StepTimer, average_together, averages, bucket_bytes, message_bytes, time_calls
+from ddpcore.bench.isolated import Call, StepTimer, average, averages, bucket_bytes, message_bytes, time_calls
 from ddpcore.bench.step_model import Step, Transfer, available_cores, predict
 from ddpcore.comm.base import exchange_columns
 from ddpcore.comm.connect import TRANSPORTS
@@ -184,7 +184,7 @@ def _case(one: Contender, resolved: ResolvedConfig, bucket_mb: float | None, con
 
     parts: dict[str, list[Call]] = {kind: [] for kind in KINDS}
     if any(plan.averages_gradients for turn in plans for plan in turn):
-        parts |= {"messages": averages(one), "together": [lambda: average_together(one)]}
+        parts |= {"messages": averages(one), "together": [lambda: average(one)]}
     if any(plan.averages_weights for turn in plans for plan in turn):
         if strategy.topology is None:
             parts["average"] = [lambda: comm.average_(flat.param_LP, 0).wait()]
@@ -205,13 +205,10 @@ def steps_of(plans: Sequence[Plan], parts: Parts[Transfer], sizes: Sequence[int]
     if overlaps and after is not None:
         hidden = next(iter(parts["exchange"]), after)
         after = Transfer(seconds=max(0.0, after.seconds - hidden.seconds), cpu=max(0.0, after.cpu - hidden.cpu))
+    gradients: Any = {"messages": messages, "sizes": sizes}
+    weights: Any = {"hidden": hidden, "after": after}
     return [
-        Step(
-            messages=messages if plan.averages_gradients else (),
-            sizes=sizes if plan.averages_gradients else (),
-            hidden=hidden if plan.averages_weights else None,
-            after=after if plan.averages_weights else None,
-        )
+        Step(**(gradients if plan.averages_gradients else {}), **(weights if plan.averages_weights else {}))
         for plan in plans
     ]
 

@@ -5,8 +5,10 @@ the number of cores. The second matters if the ranks use all cores, because comm
 the computation. The prediction is the larger of the two.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 
 
@@ -56,16 +58,10 @@ def ready_shares(arrivals: Sequence[tuple[int, float]], sizes: Sequence[int]) ->
 
     Sizes of messages are scaled to the sum of the parameters (:class:`Compute`), because buffers are padded.
     """
-    total, scale = sum(numel for numel, _ in arrivals), sum(sizes)
-    shares, end, filled, latest, position = [], 0.0, 0.0, 0.0, 0
-    for size in sizes:
-        end += size
-        while position < len(arrivals) and filled * scale < end * total * (1 - 1e-9):
-            filled += arrivals[position][0]
-            latest = max(latest, arrivals[position][1])
-            position += 1
-        shares.append(latest)
-    return shares
+    filled = [*accumulate((numel for numel, _ in arrivals), initial=0)]
+    latest = [*accumulate((share for _, share in arrivals), max, initial=0.0)]
+    scale = filled[-1] * (1 - 1e-9) / max(1, sum(sizes))
+    return [latest[bisect_left(filled, end * scale)] for end in accumulate(sizes)]
 
 
 def predict(compute: Compute, steps: Sequence[Step], *, cores: float, background: bool) -> float:

@@ -316,9 +316,8 @@ class ResharedBatches:
         total = self.batches.num_samples
         if each > total:
             raise ValueError(f"{total} samples are too few for a step of {each}: fewer learners may join")
-        while True:
-            room = (total - taken) // each
-            if num_steps < room:
-                return epoch, taken + num_steps * each
-            num_steps -= room
-            epoch, taken = epoch + 1, 0
+        left = (total - taken) // each
+        if num_steps < left:
+            return epoch, taken + num_steps * each
+        epochs, steps = divmod(num_steps - left, total // each)
+        return epoch + 1 + epochs, steps * each

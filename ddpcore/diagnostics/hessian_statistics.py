@@ -50,6 +50,8 @@ class HessianRecord:
 
 
 _Share = tuple[float, list[float]]  # a variance, and the share of it along each eigenvector
+_Apart = tuple[_Share, _Share | None, float]  # distance, noise and penalty
+_ALIKE: _Apart = (0.0, []), None, 0.0  # of learners that are identical, and of one model
 
 
 class HessianStatistics(Observer):
@@ -122,57 +124,20 @@ class HessianStatistics(Observer):
     @override
     def before_step(self, learner: Learner) -> None:
         if (learner.step + 1) % self.every == 0:
-            self.records.append(self._measure(learner))
+            begin, mean_LP = time.perf_counter(), learner.average_of(learner.flat.param_LP)
+            self._measure(learner.step + 1, begin, self._operator(learner, mean_LP), learner)
 
     def _before_call(self, *_: Any) -> None:
         """Before a step of a model without learners."""
         self.num_steps += 1
         if self.num_steps % self.every == 0:
-            begin, operator = time.perf_counter(), Hessian(self._model, self._loss).operator()
-            self.records.append(self._record(self.num_steps, begin, self._spectrum(operator)))
+            self._measure(self.num_steps, time.perf_counter(), Hessian(self._model, self._loss).operator())
 
-    def _measure(self, learner: Learner) -> HessianRecord:
-        assert isinstance(self._handle, HookedDistributed)
-        begin, weights_LP = time.perf_counter(), self._handle.strategy.gradient_weights(learner)
-        operator = self._operator(learner, learner.average_of(learner.flat.param_LP))
-        spectrum = self._spectrum(operator)
-        top_kP, penalty = spectrum[0].vectors[:-1], 0.0
-        distance: _Share = (0.0, [])
-        learner.comm.broadcast_(first_LP := weights_LP.clone())
-        are_first_L = (first_LP == weights_LP).all(dim=1)
-        if not learner.comm.gather(are_first_L.double()).all():  # else the rounding of their average would count
-            apart_LP = weights_LP - learner.average_of(weights_LP)
-            distance = self._shares(learner, apart_LP, top_kP)
-            rows_n1P = learner.comm.gather(_real(learner, apart_LP)).unsqueeze(1)
-            penalty = sum((operator.product(row) @ row.T).item() for row in rows_n1P) / (2 * len(rows_n1P))
-        noise = None
-        if not self._handle.strategy.plan(learner.step).averages_gradients:
-            own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
-            noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
-        return self._record(learner.step + 1, begin, spectrum, distance, noise, penalty)
-
-    def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
-        """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
-        top = min(self.top, operator.numel - 1)
-        try:
-            return spectra.extreme_eigenvalues(operator, top, 1, **self._limits), None
-        except (spectra.NotFinite, spectra.NotConverged) as error:
-            unknown = np.full(top + 1, np.nan)
-            vectors_kP = torch.zeros(top + 1, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
-            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
-
-    def _record(
-        self,
-        step: int,
-        begin: float,
-        spectrum: tuple[Eigenvalues, str | None],
-        distance: _Share = (0.0, []),
-        noise: _Share | None = None,
-        penalty: float = 0.0,
-    ) -> HessianRecord:
-        found, problem = spectrum
+    def _measure(self, step: int, begin: float, operator: spectra.Operator, learner: Learner | None = None) -> None:
+        found, problem = self._spectrum(operator)
+        distance, noise, penalty = _ALIKE if learner is None else self._apart(learner, operator, found.vectors[:-1])
         values, is_known = found.values.tolist(), problem is None
-        return HessianRecord(
+        record = HessianRecord(
             step=step,
             largest=values[:-1],
             smallest=values[-1],
@@ -186,6 +151,33 @@ class HessianStatistics(Observer):
             problem=problem,
             seconds=time.perf_counter() - begin,
         )
+        self.records.append(record)
+
+    def _apart(self, learner: Learner, operator: spectra.Operator, top_kP: Tensor) -> _Apart:
+        assert isinstance(self._handle, HookedDistributed)
+        distance, noise, penalty = _ALIKE
+        weights_LP = self._handle.strategy.gradient_weights(learner)
+        learner.comm.broadcast_(first_LP := weights_LP.clone())
+        are_first_L = (first_LP == weights_LP).all(dim=1)
+        if not learner.comm.gather(are_first_L.double()).all():  # else the rounding of their average would count
+            apart_LP = weights_LP - learner.average_of(weights_LP)
+            distance = self._shares(learner, apart_LP, top_kP)
+            rows_n1P = learner.comm.gather(_real(learner, apart_LP)).unsqueeze(1)
+            penalty = sum((operator.product(row) @ row.T).item() for row in rows_n1P) / (2 * len(rows_n1P))
+        if not self._handle.strategy.plan(learner.step).averages_gradients:
+            own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
+            noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
+        return distance, noise, penalty
+
+    def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
+        """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
+        top = min(self.top, operator.numel - 1)
+        try:
+            return spectra.extreme_eigenvalues(operator, top, 1, **self._limits), None
+        except (spectra.NotFinite, spectra.NotConverged) as error:
+            unknown = np.full(top + 1, np.nan)
+            vectors_kP = torch.zeros(top + 1, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
+            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _operator(self, learner: Learner, mean_LP: Tensor) -> spectra.Operator:
         """The Hessian of the mean of all learners' losses at the mean weights, without the padding of the rows."""

@@ -6,9 +6,8 @@ the two directions of a plane, K points at a time.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -198,17 +197,17 @@ def landscape(
 def _resume(surface: Surface, path: Path, group: dist.ProcessGroup | None) -> None:
     """Take the points of the file of rank 0: other ranks may have none."""
     state: Any = None
-    if (group is None or dist.get_rank(group) == 0) and path.exists():
+    if group is None or dist.get_rank(group) == 0:
         try:
-            surface.resume(read_surface(path), path)
+            if path.exists():
+                surface.resume(read_surface(path), path)
             state = surface.values, surface.done
         except (ValueError, OSError) as error:
             state = error
     state = gather_objects(group, state, "the points of a landscape")[0]
     if isinstance(state, Exception):
         raise state
-    if state is not None:
-        surface.values, surface.done = state
+    surface.values, surface.done = state
 
 
 def _checked(name: str, values: Coordinates) -> npt.NDArray[np.float64]:
@@ -244,48 +243,37 @@ def _values_at(
     data: DataLoss, plane: Plane, weights: WeightVector, batch_norm: str, curvature: bool, points: Sequence[Point]
 ) -> dict[str, list[float]]:
     """The metrics of each point, by name."""
-    measures = {("train_loss", "train_acc"): _loss_at, **({("max_eig", "min_eig"): _ends_at} if curvature else {})}
-    values: dict[str, list[float]] = {}
+    rows = []
     with modes_kept(data.model):
         data.model.eval()
         for module in data.model.modules():
             if batch_norm == "batch" and isinstance(module, _BatchNorm):
                 module.train()
-        for names, measure in measures.items():
-            found = [measure(data, weights, plane.at(*point), batch_norm) for point in points]
-            values |= {name: [one[place] for one in found] for place, name in enumerate(names)}
-    return values
-
-
-@contextmanager
-def _at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> Iterator[None]:
-    """Inside, the model has the weights of a point, and their batch statistics for ``recalibrate``."""
-    with weights.at(row_P), as_it_was(data.model, row_P.device):
-        if batch_norm == "recalibrate":
-            with torch.no_grad():
-                recalibrate(data.model, (inputs for _, inputs, _ in data.weighted()))
-        yield
+        for point in points:
+            with weights.at(plane.at(*point)), as_it_was(data.model, weights.values_P.device):
+                if batch_norm == "recalibrate":
+                    recalibrate(data.model, (inputs for _, inputs, _ in data.weighted()))
+                rows.append([*_loss_of(data), *(_ends_of(data) if curvature else ())])
+    return dict(zip(METRICS, map(list, zip(*rows, strict=True)), strict=False))
 
 
 @torch.no_grad()
-def _loss_at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> tuple[float, float]:
-    """Loss and accuracy."""
-    with _at(data, weights, row_P, batch_norm):
-        sums = torch.zeros(2, dtype=torch.float64, device="cpu")
-        for share, inputs, targets in data.weighted():
-            outputs = data.outputs(inputs)
-            loss = data.loss_fn(outputs, targets).double()
-            sums += share * torch.stack([loss.cpu(), _accuracy(outputs, targets).cpu()])
-    return float(sums[0]), float(sums[1])
+def _loss_of(data: DataLoss) -> list[float]:
+    """Loss and accuracy at the model's weights."""
+    sums = torch.zeros(2, dtype=torch.float64, device="cpu")
+    for share, inputs, targets in data.weighted():
+        outputs = data.outputs(inputs)
+        loss = data.loss_fn(outputs, targets).double()
+        sums += share * torch.stack([loss.cpu(), _accuracy(outputs, targets).cpu()])
+    return sums.tolist()
 
 
-def _ends_at(data: DataLoss, weights: WeightVector, row_P: Tensor, batch_norm: str) -> tuple[float, float]:
+def _ends_of(data: DataLoss) -> tuple[float, float]:
     """The largest and the smallest eigenvalue of the Hessian; NaN where a product is not finite."""
-    with _at(data, weights, row_P, batch_norm):
-        try:
-            values = Hessian(data.model, data).eigenvalues().values
-        except (NotFinite, NotConverged):
-            return float("nan"), float("nan")
+    try:
+        values = Hessian(data.model, data).eigenvalues().values
+    except (NotFinite, NotConverged):
+        return float("nan"), float("nan")
     return float(values[0]), float(values[-1])
 
 

@@ -347,9 +347,7 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tenso
     """The factor of the loss before a backward pass; None if it is not scaled."""
     if scaler is None or not scaler.is_enabled():
         return None
-    scale = scaler.scale(torch.ones((), dtype=torch.float32, device=device))
-    assert isinstance(scale, Tensor)
-    return scale
+    return scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
 
 def scale_left(optimizer: torch.optim.Optimizer) -> Tensor | float:

@@ -103,23 +103,15 @@ class Series:
         self._kind = state["num_learners"], state["at_mean"]
         self._own, self._mean = ([row.numpy()[list(order)] for row in state[name]] for name in ("own", "mean"))
 
-    def whole(self) -> "NoiseScale | None":
-        """The noise scale of all segments together; None before the first step, or with one learner."""
+    def scales(self) -> "tuple[NoiseScale | None, dict[str, NoiseScale]]":
+        """The noise scale of all segments together, and of each; none before the first step, or with one learner."""
         if not self._own or self._kind[0] < 2:
-            return None
-        return self._scale(np.array(self._own).sum(axis=1), np.array(self._mean).sum(axis=1))
-
-    def segments(self) -> "dict[str, NoiseScale]":
-        """The noise scale of each segment."""
-        if not self._own or self._kind[0] < 2 or not self._per_segment:
-            return {}
+            return None, {}
         own_TS, mean_TS = np.array(self._own), np.array(self._mean)
-        return {name: self._scale(own_TS[:, s], mean_TS[:, s]) for s, name in enumerate(self.names)}
-
-    def _scale(self, own_T: "Array", mean_T: "Array") -> "NoiseScale":
-        return noise_scale(
-            own_T, mean_T, num_learners=self._kind[0], batch_size=self.batch_size, population=self._population
-        )
+        given: Any = {"num_learners": self._kind[0], "batch_size": self.batch_size, "population": self._population}
+        names = self.names if self._per_segment else ()
+        segments = {name: noise_scale(own_TS[:, s], mean_TS[:, s], **given) for s, name in enumerate(names)}
+        return noise_scale(own_TS.sum(axis=1), mean_TS.sum(axis=1), **given), segments
 
 
 @dataclass
@@ -153,10 +145,11 @@ class Measured:
             skipped, num_new = skipped + left_out, len(own_TS) - left_out
         dynamics, problem = self._dynamics(full_loss_of)
         reason = self.reason or (TWO_BATCHES if self.num_learners < 2 else NO_STEP if num_new == 0 else problem)
+        whole, segments = series.scales()
         return NoiseRecord(
             step=self.step, valid=not reason, reason=reason, at_mean=self.at_mean,
             num_learners=self.num_learners, batch_size=series.batch_size, num_steps=len(series), num_skipped=skipped,
-            whole=series.whole(), segments=series.segments(), dynamics=dynamics, spread=self._spread(),
+            whole=whole, segments=segments, dynamics=dynamics, spread=self._spread(),
             seconds=seconds, share=seconds / passed if passed > 0 else 0.0,
         )  # fmt: skip
 
@@ -267,10 +260,8 @@ class NoiseScale:
 
 
 def gain_of(noise_scale: float, num_learners: int, batch_size: int) -> float:
-    """r = n (B + b) / (B + n b); n if B is infinite."""
-    if math.isinf(noise_scale):
-        return float(num_learners)
-    return num_learners * (noise_scale + batch_size) / (noise_scale + num_learners * batch_size)
+    """r = n (B + b) / (B + n b), in a form that also holds for an infinite B, where it is n."""
+    return num_learners / (1 + (num_learners - 1) * batch_size / (noise_scale + batch_size))
 
 
 def noise_scale(

@@ -180,7 +180,7 @@ class LearnerStatistics(Source):
         """Measure learners that hold the same weights and the mean of their gradients."""
         config, weights_LP = self._config, self._learner.flat.param_LP
         assert config.full_loss is not None
-        own_P = self._learner.flat.grad_LP[0] * self._unscale(self._learner.flat.grad_LP)
+        own_P = self._learner.flat.grad_LP[0] / passes.scale_left(self._optimizer)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
             mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
@@ -191,24 +191,19 @@ class LearnerStatistics(Source):
         """Measure learners with different weights; returns the squared norms of this step's gradients."""
         config, flat, comm = self._config, self._learner.flat, self._learner.comm
         mean_LP = self._learner.average_of(flat.param_LP)
-        if flat.shards is None:
-            distance_L1 = torch.cat([noise_sums([row], [0, flat.numel], mean_LP[0])[0] for row in flat.param_LP])
-        else:
-            distance_L1 = self._of_learners(self._squares(flat.param_LP - mean_LP)).sum(1, keepdim=True)
+        distance_L1 = self._of_learners(self._squares(flat.param_LP, mean_LP[0])).sum(1, keepdim=True)
         comm.average_(distance_L1).wait()
         result.distance = distance_L1[0, 0]
         if config.directions:
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
-        own_LP = passes.local_gradients(self._learner)
-        own_LP.mul_(self._unscale(own_LP))
-        grad_LP = own_LP
+        scale_left = passes.scale_left(self._optimizer)
+        grad_LP = own_LP = passes.local_gradients(self._learner).div_(scale_left)
         if config.loss is not None:
             grad_LP = self._gradient_at(mean_LP, config.loss, random)[0]
         elif self._left_LP is not None and bool(self._left_LP.any()):
             scale = scale_of(config.scaler, own_LP.device)
-            unscale = self._unscale(own_LP) if scale is None else scale.reciprocal().to(own_LP)
-            grad_LP = torch.where(own_LP.isnan(), own_LP, self._left_LP * unscale)
+            grad_LP = torch.where(own_LP.isnan(), own_LP, self._left_LP / (scale_left if scale is None else scale))
         average_LP = self._learner.average_of(grad_LP)
         squares = self._squares(grad_LP), self._squares(average_LP[:1])[0]
         if config.full_loss is None:
@@ -239,13 +234,10 @@ class LearnerStatistics(Source):
 
     def _add_products(self, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor) -> None:
         rows = [own_P, at_mean_P, full_P]
-        if self._learner.flat.shards is None:
-            result.products = noise_sums(rows, [0, self._learner.flat.numel])[0]
-        else:
-            bounds, numbers = self._part(0, self._learner.flat.numel)
-            products = torch.zeros(3, 3, len(self._names), dtype=torch.float64, device=own_P.device)
-            products[:, :, numbers] = noise_sums(rows, bounds).movedim(0, 2)
-            result.products = self._of_learners(products).sum(2)
+        bounds, numbers = self._part(0, self._learner.flat.numel)
+        products = torch.zeros(3, 3, len(self._names), dtype=torch.float64, device=own_P.device)
+        products[:, :, numbers] = noise_sums(rows, bounds).movedim(0, 2)
+        result.products = self._of_learners(products).sum(2)
         rates = {float(group["lr"]) for group in self._optimizer.param_groups}
         result.lr = rates.pop() if len(rates) == 1 else float("nan")
 
@@ -270,12 +262,12 @@ class LearnerStatistics(Source):
         owners = dict(zip(flat.names, flat.parameters, strict=True))
         return shards.whole(squares_XS, [owners[name] for name in self._names])
 
-    def _squares(self, rows_LP: Tensor) -> Tensor:
-        """Squared norms float64 ``[L, S]`` of the segments of each row."""
+    def _squares(self, rows_LP: Tensor, origin_P: Tensor | None = None) -> Tensor:
+        """Squared norms float64 ``[L, S]`` of the segments of each row, or of its difference to an origin."""
         bounds, numbers = self._part(0, self._learner.flat.numel)
         result = torch.zeros(len(rows_LP), len(self._names), dtype=torch.float64, device=rows_LP.device)
         for row, squares in zip(rows_LP, result, strict=True):
-            squares[numbers] = noise_sums([row], bounds)[:, 0, 0]
+            squares[numbers] = noise_sums([row], bounds, origin_P)[:, 0, 0]
         return result
 
     def _part(self, begin: int, end: int) -> tuple[list[int], Tensor]:
@@ -293,11 +285,6 @@ class LearnerStatistics(Source):
             bounds = [0, *(min(last, end) - begin for _, last in inside)]
             self._parts[begin, end] = bounds, torch.tensor(numbers, device=flat.param_LP.device)
         return self._parts[begin, end]
-
-    def _unscale(self, like: Tensor) -> Tensor | float:
-        """The inverse scale of gradients at the optimizer's step."""
-        scale = passes.scale_left(self._optimizer)
-        return scale if isinstance(scale, float) else scale.reciprocal().to(like)
 
 
 @torch.no_grad()

@@ -57,16 +57,13 @@ class SqueezeExcitation(nn.Module):
         return inputs * self.gate(inputs.mean(dim=(2, 3)))[:, :, None, None]
 
 
-class PooledHead(nn.Module):
-    """Global average pooling and a linear layer."""
+class PooledHead(nn.Sequential):
+    """Global average pooling and a linear layer: [B, channels, H, W] to logits [B, num_classes]."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
+        self.pool, self.flatten = nn.AdaptiveAvgPool2d(1), nn.Flatten()
         self.linear = nn.Linear(channels, num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """[B, channels, H, W] to logits [B, num_classes]."""
-        return self.linear(inputs.mean(dim=(2, 3)))
 
 
 class ImageChain(nn.Sequential):

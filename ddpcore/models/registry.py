@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ddpcore.models import convolutional, mobile, residual, small, transformers
 from ddpcore.options.registry import Registry
+from ddpcore.options.typed import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,7 @@ class ModelRegistry(Registry[nn.Module]):
             shape = tuple(shape)
             self.check_input(name, shape)
         classes = spec.num_classes if classes is None else classes
-        if classes < 2:
-            raise ValueError(f"model {name}: num_classes is {classes}, it must be at least 2")
+        check_range(f"model {name}: num_classes", classes, least=2)
         sizes = {"num_classes": classes} if shape is None else {"input_shape": shape, "num_classes": classes}
         return super().build(name, *arguments, **{**options, **sizes})
 

@@ -13,7 +13,7 @@ from ddpcore.models import blocks as parts
 from ddpcore.models.blocks import ImageChain, Shape, Sizes, conv_norm, conv_norm_relu
 
 
-class ResNet(nn.Module):
+class ResNet(nn.Sequential):
     """A 3 x 3 convolution, stages of basic blocks, global average pooling and a linear layer.
 
     Inputs [B, channels, H, W] to logits [B, C]. Images are small, so the stem has no stride and no pooling. ``blocks``
@@ -30,11 +30,8 @@ class ResNet(nn.Module):
         check_stages(blocks, widths)
         self.stem = nn.Sequential(*conv_norm_relu(input_shape[0], widths[0], 3))
         self.blocks = nn.Sequential(*stages(BasicBlock, widths[0], blocks, widths))
+        self.pool, self.flatten = nn.AdaptiveAvgPool2d(1), nn.Flatten()
         self.head = nn.Linear(widths[-1], num_classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of a batch."""
-        return self.head(self.blocks(self.stem(inputs)).mean(dim=(2, 3)))
 
 
 class ResNet18(ResNet):

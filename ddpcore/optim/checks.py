@@ -96,13 +96,14 @@ def check_momentum(group: Group) -> None:
         raise ValueError(f"{what}: it needs momentum > 0 and dampening 0")
 
 
-def check_moments(group: Group) -> None:
-    """Check the options of Adam's moments."""
-    if not isinstance(group["betas"], Sequence) or len(group["betas"]) != 2:
-        raise ValueError(f"betas is {group['betas']}: it must be two numbers")
-    for index, beta in enumerate(group["betas"]):
-        check_number(f"betas[{index}]", beta, below=1.0)
-    check_number("eps", group["eps"])
+def check_moments(group: Group, before: str = "") -> None:
+    """Check the options of Adam's moments; ``before`` is what their names begin with."""
+    betas = group[f"{before}betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ValueError(f"{before}betas is {betas}: it must be two numbers")
+    for index, beta in enumerate(betas):
+        check_number(f"{before}betas[{index}]", beta, below=1.0)
+    check_number(f"{before}eps", group[f"{before}eps"])
 
 
 def check_new(group: Group) -> None:

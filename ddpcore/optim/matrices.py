@@ -57,13 +57,11 @@ class Matrix:
 
     def direction(self) -> Tensor:
         """u, with ``rows <= columns``."""
-        matrix = direction_of(self.grad, self.momentum, self.group).flatten(1)
-        return matrix.mT if self.shape[0] > self.shape[1] else matrix
+        return self.upright(direction_of(self.grad, self.momentum, self.group).flatten(1))
 
     def upright(self, update: Tensor) -> Tensor:
-        """O(u) with the rows and columns of the matrix."""
-        rows, columns = self.shape
-        return update.mT if rows > columns else update
+        """O(u) with the rows and columns of the matrix, from one with ``rows <= columns``; or the other way round."""
+        return update.mT if self.shape[0] > self.shape[1] else update
 
     def step(self, update: Tensor) -> None:
         """Step the matrix by O(u)."""
@@ -118,9 +116,9 @@ def _decay_and_add_(weights: Tensor, update: Tensor, group: Group, scale: float)
     weights.add_(update.reshape(weights.shape), alpha=-lr * scale)
 
 
-def results_of(members: Sequence[Divided], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """O(u) of whole parameters, where matrices of other scales than the first have the ratio of the scales."""
-    found = [member.matrices(whole) for member, whole in zip(members, wholes, strict=True)]
+def results_of(members: Sequence[Divided], numbers: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """O(u) of the whole members of these numbers. Matrices of other scales than the first have the ratio of scales."""
+    found = [members[number].matrices(whole) for number, whole in zip(numbers, wholes, strict=True)]
     updates = iter(orthogonal([matrix for matrices in found for matrix in matrices]))
     return [
         torch.cat([(m.upright(next(updates)) * (m.scale / matrices[0].scale)).flatten() for m in matrices]).view_as(u)
@@ -149,8 +147,6 @@ def orthogonal(matrices: list[Matrix]) -> list[Tensor]:
 
 def places_in(matrices: Sequence[Matrix], row: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
     """The matrices, each with its part of a row in which they lie one after another."""
-    begin = 0
-    for matrix in matrices:
-        end = begin + matrix.param.numel()
-        yield matrix, row[begin:end].view(matrix.wide)
-        begin = end
+    sizes = [matrix.param.numel() for matrix in matrices]
+    for matrix, part in zip(matrices, row[: sum(sizes)].split(sizes), strict=True):
+        yield matrix, part.view(matrix.wide)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from ddpcore.ops.library import wide
 from ddpcore.optim.adamw import FusedAdamW
-from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_new, check_number, is_number
+from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_moments, check_new, check_number, is_number
 from ddpcore.optim.matrices import Divided, Matrix, direction_of, orthogonal, parts_of, places_in, results_of
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import Layout, exchanged
@@ -230,21 +231,14 @@ class Muon(SavedOptimizer):
             groups = tuple(group for group, _ in member.shards)
             kinds.setdefault((groups, member.param.dtype, member.direction.device), []).append(member)
         for (groups, dtype, device), mine in kinds.items():
-            stored = torch.float64 if dtype == torch.float64 else torch.bfloat16
-            self._step_kind(groups, mine, torch.empty(0, dtype=stored, device=device))
-
-    def _step_kind(self, groups: Sequence[dist.ProcessGroup], members: list[Divided], like: Tensor) -> None:
-        """Step the DTensors of one kind. ``like`` has the dtype and the device of O(u)."""
-        costs = [sum(matrix.cost for matrix in member.matrices()) for member in members]
-        owners = owners_of(costs, math.prod(dist.get_world_size(group) for group in groups))
-        dims = [[dim for _, dim in member.shards] for member in members]
-        layouts = [Layout(*one) for one in zip([member.param.shape for member in members], dims, owners, strict=True)]
-
-        def compute(numbers: list[int], wholes: list[Tensor]) -> list[Tensor]:
-            return results_of([members[number] for number in numbers], wholes)
-
-        for number, shard in exchanged(groups, layouts, [member.direction for member in members], compute, like):
-            members[number].step(shard)
+            costs = [sum(matrix.cost for matrix in member.matrices()) for member in mine]
+            owners = owners_of(costs, math.prod(dist.get_world_size(group) for group in groups))
+            dims = [[dim for _, dim in member.shards] for member in mine]
+            layouts = [Layout(*one) for one in zip([member.param.shape for member in mine], dims, owners, strict=True)]
+            like = torch.empty(0, dtype=torch.float64 if dtype == torch.float64 else torch.bfloat16, device=device)
+            directions, compute = [member.direction for member in mine], partial(results_of, mine)
+            for number, shard in exchanged(groups, layouts, directions, compute, like):
+                mine[number].step(shard)
 
     def _updates(self, matrices: list[Matrix]) -> list[Tensor]:
         """O(u) of all matrices, with ``rows <= columns``, from this rank and the others."""
@@ -296,14 +290,11 @@ def _check_options(group: Group) -> None:
     check_number("weight_decay", group["weight_decay"])
     check_number("momentum", group["momentum"], below=1.0)
     check_flag("nesterov", group["nesterov"])
-    for name, length in (("ns_coefficients", 3), ("adamw_betas", 2)):
-        values = group[name]
-        if not isinstance(values, Sequence) or len(values) != length or not all(map(is_number, values)):
-            raise ValueError(f"{name} is {values}: it must be {length} numbers")
-    for index, beta in enumerate(group["adamw_betas"]):
-        check_number(f"adamw_betas[{index}]", beta, below=1.0)
+    values = group["ns_coefficients"]
+    if not isinstance(values, Sequence) or len(values) != 3 or not all(map(is_number, values)):
+        raise ValueError(f"ns_coefficients is {values}: it must be 3 numbers")
     check_number("eps", group["eps"])
-    check_number("adamw_eps", group["adamw_eps"])
+    check_moments(group, "adamw_")
     if group["batched"] not in (None, True, False) or (group["batched"] and group["split"] != 1):
         raise ValueError(f"batched is {group['batched']!r}: it must be True, False or None; True goes without split")
     split, period = group["split"], group["period"]

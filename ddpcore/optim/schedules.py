@@ -5,7 +5,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from ddpcore.optim.checks import check_number
 from ddpcore.options.registry import Registry
+from ddpcore.options.typed import check_range
 
 Schedule = Callable[[int], float]
 
@@ -15,7 +17,7 @@ def linear_scaling(lr: float, batch_size: int, reference_batch_size: int) -> flo
 
     Goyal et al. 2017, "Accurate, Large Minibatch SGD", the linear scaling rule. Both sizes are global, in samples.
     """
-    _check_lr(lr)
+    check_number("the learning rate", lr)
     if batch_size < 1 or reference_batch_size < 1:
         raise ValueError(f"batch sizes {batch_size} and {reference_batch_size} (reference) must be at least 1")
     return lr * batch_size / reference_batch_size
@@ -23,7 +25,7 @@ def linear_scaling(lr: float, batch_size: int, reference_batch_size: int) -> flo
 
 def constant(lr: float) -> Schedule:
     """The same learning rate at every step."""
-    _check_lr(lr)
+    check_number("the learning rate", lr)
     return lambda step: lr
 
 
@@ -33,10 +35,8 @@ def warmup(schedule: Schedule, num_steps: int, start: float = 0.0) -> Schedule:
     Goyal et al. 2017, gradual warmup; theirs starts at the learning rate of the reference batch, so at the share
     start = reference / batch. The schedule is not delayed: its steps count from the start of training. 0: no warmup.
     """
-    if num_steps < 0:
-        raise ValueError(f"warmup: num_steps is {num_steps}, it must be at least 0")
-    if not 0 <= start <= 1:
-        raise ValueError(f"warmup: start is {start}, it must be a share from 0 to 1")
+    check_range("warmup: num_steps", num_steps, least=0)
+    check_range("warmup: start", start, least=0, most=1)
 
     def ramp(step: int) -> float:
         return start + (1 - start) * (step + 1) / num_steps if step < num_steps else 1.0
@@ -49,16 +49,15 @@ def cosine(lr: float, num_steps: int) -> Schedule:
 
     Loshchilov and Hutter 2017, "SGDR", equation 5 without restarts.
     """
-    _check_lr(lr)
-    if num_steps < 1:
-        raise ValueError(f"cosine: num_steps is {num_steps}, it must be at least 1")
+    check_number("the learning rate", lr)
+    check_range("cosine: num_steps", num_steps, least=1)
     return lambda step: lr * (1 + math.cos(math.pi * min(step, num_steps) / num_steps)) / 2
 
 
 def step_decay(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
     """Multiply lr by gamma at each milestone; the step of a milestone is the first with the new rate."""
-    _check_lr(lr)
-    _check_gamma(gamma)
+    check_number("the learning rate", lr)
+    check_range("gamma", gamma, above=0, most=1)
     marks = tuple(milestones)
     if any(mark < 0 for mark in marks) or any(early >= late for early, late in pairwise(marks)):
         raise ValueError(f"step_decay: milestones are {list(marks)}, they must be steps in ascending order")
@@ -67,8 +66,8 @@ def step_decay(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Sche
 
 def exponential(lr: float, gamma: float, steps_per_unit: int = 1) -> Schedule:
     """lr * gamma^(step / steps_per_unit): times gamma every steps_per_unit steps, smoothly."""
-    _check_lr(lr)
-    _check_gamma(gamma)
+    check_number("the learning rate", lr)
+    check_range("gamma", gamma, above=0, most=1)
     each = gamma ** (1 / steps_per_unit)
     return lambda step: float(lr * each**step)
 
@@ -83,13 +82,3 @@ SCHEDULES: Registry[Schedule] = Registry(
 )
 
 OF_ANY_LENGTH = frozenset({"constant", "step", "exponential"})  # they do not take num_steps, so a run may become longer
-
-
-def _check_lr(lr: float) -> None:
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"the learning rate is {lr}, it must be a finite number of at least 0")
-
-
-def _check_gamma(gamma: float) -> None:
-    if not 0 < gamma <= 1:
-        raise ValueError(f"gamma is {gamma}, it must be above 0 and at most 1")

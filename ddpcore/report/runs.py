@@ -352,19 +352,17 @@ def _heat(found: Mapping[int, Any], steps: Sequence[int], key: str, title: str) 
 
 def _waits(found: Mapping[int, Any], steps: Sequence[int]) -> list[TableData]:
     """For each rank, how long it waited for each other rank, summed over the steps; no table if nobody waited."""
-    ranks = list(found)
-    numbers = {str(rank): rank for rank in ranks}
-    total = {rank: dict.fromkeys(ranks, 0.0) for rank in ranks}
+    total = {(rank, str(other)): 0.0 for rank in found for other in found}
     for rank, lines in found.items():
         for step in steps:
             waits = lines[step].get("waits")
             for other, seconds in waits.items() if isinstance(waits, dict) else ():
-                if other in numbers and finite(seconds) is not None:
-                    total[rank][numbers[other]] += seconds
-    if not any(any(row.values()) for row in total.values()):
+                if (rank, other) in total and finite(seconds) is not None:
+                    total[rank, other] += seconds
+    if not any(total.values()):
         return []
-    rows = [[f"rank {rank}", *(f"{1e3 * total[rank][other]:,.1f}" for other in ranks)] for rank in ranks]
-    headings = ["waits for, ms in all", *(f"rank {rank}" for rank in ranks)]
+    rows = [[f"rank {rank}", *(f"{1e3 * total[rank, str(other)]:,.1f}" for other in found)] for rank in found]
+    headings = ["waits for, ms in all", *(f"rank {rank}" for rank in found)]
     title = "Time that the rank of a row waited for the rank of a column"
     return [TableData(title=title, headings=headings, rows=rows)]
 
