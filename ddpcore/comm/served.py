@@ -216,10 +216,14 @@ def _serve(shared: _Row) -> None:
         shared.leave()
 
 
+_OF_PARENTS: list[_Row] = []
+
+
 def _leave(shared: _Row, thread: threading.Thread, pid: int) -> None:
     """Tell all others, and wait for the thread: one that wakes up while the interpreter ends aborts the process."""
     if os.getpid() != pid:
-        return  # a forked process has the connections of its parent, and no thread
+        _OF_PARENTS.append(shared)  # a forked process has no thread, and would wait for those of the group to end
+        return
     shared.leave()
     if threading.current_thread() is thread:  # the garbage collector runs in any thread
         atexit.register(thread.join, _LEAVE_SECONDS)
