@@ -99,6 +99,14 @@ def check_state_caller(models: Sequence[nn.Module], optimizer: torch.optim.Optim
             raise RuntimeError(f"the optimizer has the states of {len(models)} learners: {advice}")
 
 
+def check_state_sizes(num_learners: int, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Refuse the state of one model's optimizer for that of virtual learners, before torch says that groups differ."""
+    saved, own = ([len(group["params"]) for group in of] for of in (state["param_groups"], optimizer.param_groups))
+    if any(few < all_ for few, all_ in zip(saved, own, strict=False)):
+        what = f"the state has {sum(saved)} parameters, and the optimizer those of {num_learners} learners, {sum(own)}"
+        raise ValueError(f"{what}: load the state of one model before distribute(), or go on with that of a RunState")
+
+
 class Hook:
     """A hook of a model in training. Copies of a model have one that does nothing."""
 

@@ -27,7 +27,14 @@ from ddpcore.comm.agreement import describe
 from ddpcore.comm.membership import Change
 from ddpcore.distributed.alike import check_divided
 from ddpcore.distributed.averaging import AveragedShards, averaged_model
-from ddpcore.distributed.guards import Hook, StateHook, check_state_caller, creates_states_only, outside_modes
+from ddpcore.distributed.guards import (
+    Hook,
+    StateHook,
+    check_state_caller,
+    check_state_sizes,
+    creates_states_only,
+    outside_modes,
+)
 from ddpcore.distributed.handle import CopiedHandle, Distributed, Observer
 from ddpcore.distributed.phases import PhaseClock
 from ddpcore.distributed.resets import refuse_lacking
@@ -110,6 +117,7 @@ class HookedDistributed(Distributed):
         optimizer.register_step_post_hook(self._after_call)
         if len(self.models) > 1:
             optimizer.register_state_dict_pre_hook(partial(check_state_caller, self.models))
+            optimizer.register_load_state_dict_pre_hook(partial(check_state_sizes, len(self.models)))
 
     def __copy__(self) -> "HookedDistributed":
         return self

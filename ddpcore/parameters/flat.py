@@ -452,6 +452,9 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
             takes = "flat buffers take real floating-point parameters of 16 to 64 bits"
             advice = "convert it, or freeze it with requires_grad_(False)"
             raise ValueError(f"parameter {name} is {parameter.dtype}: {takes}: {advice}")
+        if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):  # not in each torch
+            what = f"parameter {name} is {parameter.dtype} and has grad_dtype {parameter.grad_dtype}"
+            raise ValueError(f"{what}: set none, because a flat buffer has gradients of one dtype with the weights")
         if parameter.numel() and not parameter.data_ptr():
             raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         # Only where no element overlaps another one or a gap, torch gives a new tensor the same strides.

@@ -88,7 +88,9 @@ def train(
             finished = _check_folder(config, out, resume, trainer.dataset)
             placement.barrier("the check of the folder")  # every rank has read it before rank 0 writes
             if finished is None:
-                finished = _train(placement, trainer, measured, out, resume, stop_signal, on_record, on_progress, announce)
+                finished = _train(
+                    placement, trainer, measured, out, resume, stop_signal, on_record, on_progress, announce
+                )
     stop_signal.pass_on()  # a signal that came too late to stop this run
     return finished
 

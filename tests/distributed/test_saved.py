@@ -415,6 +415,19 @@ def test_states_without_what_their_models_leave_out() -> None:
         handle.load_state_dict(state)
 
 
+@pytest.mark.parametrize("name", ["adamw", "fused adamw"])
+def test_the_state_of_one_model_is_loaded_before_there_are_learners(name: str) -> None:
+    alone = _Run(name, ddpcore.Single(), 1)
+    alone.train(range(2))
+    run = _Run(name, ddpcore.DPSGD(), 2)
+    run.train(range(1))
+    before = copy.deepcopy(run.optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"has 2 parameters, .* of 2 learners, 4: load .* before distribute\(\)"):
+        run.optimizer.load_state_dict(alone.optimizer.state_dict())
+    _assert_equal(run.optimizer.state_dict(), before, "refused, so unchanged")
+    run.optimizer.load_state_dict(before)
+
+
 def test_a_direction_that_an_evaluation_adds_and_subtracts_changes_nothing() -> None:
     """But for rounding errors, with which the average would take the place of the learner's weights."""
     model, handle, own = _counted()

@@ -77,6 +77,11 @@ def test_wrappers_of_tensors() -> None:
     """Their forward pass reads the inner tensor, which a step of the flat buffer does not change."""
     wrapped = nn.Parameter(Wrapper(torch.randn(4, 4)))
     refused(good(), wrapped, match=r"p1 wraps other tensors \(Wrapper\)")
+    if hasattr(other := good(), "grad_dtype"):
+        other.grad_dtype = torch.float64
+        refused(good(), other, match=r"p1 is torch\.float32 and has grad_dtype torch\.float64: set none")
+        other.grad_dtype = None
+        FlatParameters([[("p0", good()), ("p1", other)]])
     model = nn.Linear(4, 4)
     model.weight = wrapped
     optimizer = FusedSGD(model.parameters(), lr=0.1)
