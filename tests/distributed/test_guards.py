@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore.distributed import distribute as module
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedAdamW, FusedSGD
 from helpers import ranks, training
 from helpers.connection import connected
 
@@ -223,3 +224,39 @@ def test_another_optimizer_is_looked_up_once() -> None:
     with pytest.raises(RuntimeError, match=r"that distribute\(\) did not get steps its parameters"):
         second.step()
     assert handle.learner is not None
+
+
+def test_states_without_what_their_models_leave_out() -> None:
+    """A hook of the model takes the frozen layer from its states, as for adapters. Other gaps are errors."""
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+
+    def leave_out(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        del state["0.weight"], state["0.bias"]
+
+    model.register_state_dict_post_hook(leave_out)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=2)
+    handle.models[1][0].weight.data.fill_(3)
+    saved, state = handle.models[1][1].weight.detach().clone(), copy.deepcopy(handle.state_dict())
+    handle.models[1][1].weight.data.fill_(0)
+    handle.load_state_dict(state)
+    assert torch.equal(handle.models[1][1].weight, saved)
+    assert bool((handle.models[1][0].weight == 3).all())
+    del state["learners"][0]["1.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.* \"1\.bias\""):
+        handle.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdamW])
+def test_the_state_of_one_model_is_loaded_before_there_are_learners(make: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = make(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    ddpcore.distribute(model, optimizer, ddpcore.DPSGD(), learners=2)
+    own = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"has 2 parameters, .* of 2 learners, 4: load .* before distribute\(\)"):
+        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(own)
+    assert len(optimizer.state_dict()["state"]) == 4

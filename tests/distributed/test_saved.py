@@ -394,40 +394,6 @@ def test_elements_of_16_bits_that_an_evaluation_changes_leave_the_others_alone()
     assert torch.equal(model.weight, state)
 
 
-def test_states_without_what_their_models_leave_out() -> None:
-    """A hook of the model takes the frozen layer from its states, as libraries of adapters do; other gaps are errors."""
-    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-
-    def leave_out(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        del state["0.weight"], state["0.bias"]
-
-    model.register_state_dict_post_hook(leave_out)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(2), learners=2)
-    handle.models[1][0].weight.data.fill_(3)
-    saved, state = handle.models[1][1].weight.detach().clone(), copy.deepcopy(handle.state_dict())
-    handle.models[1][1].weight.data.fill_(0)
-    handle.load_state_dict(state)
-    assert torch.equal(handle.models[1][1].weight, saved)
-    assert bool((handle.models[1][0].weight == 3).all())
-    del state["learners"][0]["1.bias"]
-    with pytest.raises(RuntimeError, match=r"Missing key.* \"1\.bias\""):
-        handle.load_state_dict(state)
-
-
-@pytest.mark.parametrize("name", ["adamw", "fused adamw"])
-def test_the_state_of_one_model_is_loaded_before_there_are_learners(name: str) -> None:
-    alone = _Run(name, ddpcore.Single(), 1)
-    alone.train(range(2))
-    run = _Run(name, ddpcore.DPSGD(), 2)
-    run.train(range(1))
-    before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"has 2 parameters, .* of 2 learners, 4: load .* before distribute\(\)"):
-        run.optimizer.load_state_dict(alone.optimizer.state_dict())
-    _assert_equal(run.optimizer.state_dict(), before, "refused, so unchanged")
-    run.optimizer.load_state_dict(before)
-
-
 def test_a_direction_that_an_evaluation_adds_and_subtracts_changes_nothing() -> None:
     """But for rounding errors, with which the average would take the place of the learner's weights."""
     model, handle, own = _counted()
