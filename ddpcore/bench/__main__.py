@@ -26,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = COMMANDS[name]
         if program == "ddpcore bench":
             program = f"{program} {name}".rstrip()
-        abouts = {name: (kind.options.__doc__ or "").splitlines() for name, kind in COMMANDS.items() if name}
-        others = " ".join(f"{name}: {lines[0]}" for name, lines in abouts.items())
-        prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {others}"
+        abouts = [f"{one}: {(of.options.__doc__ or '').splitlines()[0]}" for one, of in COMMANDS.items() if one]
+        prog, epilog = program, "" if name else f"further benches, see ddpcore bench NAME --help: {' '.join(abouts)}"
         if (torchrun := launch.torchrun_world()) is not None:
             program += f", rank {torchrun.rank}"
         start = kind.prepare(command_line.parse(kind.options, words, prog=prog, epilog=epilog), torchrun)

@@ -182,21 +182,17 @@ class ShardedBatches:
         may have fewer columns. The result depends only on the step and the fields of this object, so each rank can
         compute any step, in any order.
         """
-        (epoch, start), share = self.place(step), self._share(step)
+        (epoch, start), share, learners = self.place(step), self._share(step), self.num_learners
         if self.parts is not None:
-            rows = [self._of_part(*one, self.num_taken(step), share) for one in enumerate(self.parts)]
-            return torch.from_numpy(np.stack(rows))
-        if self.sampler == SAMPLERS[0]:
-            order, learners = _permuted(self.num_samples, self.seed, epoch), self.num_learners
-            chosen = order[start * learners : (start + share) * learners]
+            chosen = np.stack([self._of_part(*one, self.num_taken(step), share) for one in enumerate(self.parts)])
+        elif self.sampler != SAMPLERS[0]:
+            chosen = _order(self, epoch)[:, start : start + share]
+        else:
+            chosen = _permuted(self.num_samples, self.seed, epoch)[start * learners : (start + share) * learners]
             if self.sizes:
                 rows = np.split(chosen, np.cumsum(self.sizes)[:-1])
-                rows = [np.pad(row, (0, max(self.sizes) - len(row)), constant_values=-1) for row in rows]
-                return torch.from_numpy(np.stack(rows))
-            chosen = chosen.reshape(learners, -1)
-        else:
-            chosen = _order(self, epoch)[:, start : start + share]
-        return torch.from_numpy(chosen.copy())  # because the cached array must not change
+                chosen = np.stack([np.pad(row, (0, max(self.sizes) - len(row)), constant_values=-1) for row in rows])
+        return torch.from_numpy(chosen.reshape(learners, -1).copy())  # because the cached array must not change
 
     def _share(self, step: int) -> int:
         return self.batch_size_at(step) // self.num_learners

@@ -53,8 +53,7 @@ class Source:
     def sample(self, num_samples: int, num_frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw N independent sequences: frames float64 ``[N, frames, F]`` and states int64 ``[N, frames]``."""
         size = (num_samples, num_frames)
-        fresh = torch.multinomial(self.prior_C, num_samples * num_frames, replacement=True, generator=generator)
-        states = fresh.view(size)
+        states = self.prior_C.multinomial(num_samples * num_frames, replacement=True, generator=generator).view(size)
         stays = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") < STAY
         noise = torch.randn(*size, self.means_CD.shape[1], generator=generator, dtype=torch.float64, device="cpu")
         for t in range(1, num_frames):

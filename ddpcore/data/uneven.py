@@ -124,10 +124,9 @@ def _dirichlet(kept: Indices, classes: Indices, num_learners: int, alpha: float,
     taken = np.zeros(num_classes, dtype=np.int64)
     parts = []
     for learner in range(num_learners):
-        logs = np.full(num_classes, -np.inf)
-        for c in np.flatnonzero(shares).tolist():
-            logs[c] = _log_gamma(alpha * num_classes * shares[c], seed, *_KEY, learner, c)
-        counts = _drawn(logs, left - taken, each)
+        shapes = enumerate(alpha * num_classes * shares)
+        logs = [_log_gamma(shape, seed, *_KEY, learner, c) if shape > 0 else -np.inf for c, shape in shapes]
+        counts = _drawn(np.array(logs), left - taken, each)
         chosen = [stack[begin : begin + num] for stack, begin, num in zip(stacks, taken, counts, strict=True)]
         parts.append(np.sort(np.concatenate(chosen)))
         taken += counts

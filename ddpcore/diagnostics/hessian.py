@@ -111,7 +111,8 @@ class Hessian:
         return spectra.Operator(product=self.product, like=self.weights.values_P)
 
     def _products(self, rows_KP: Tensor) -> Tensor:
-        self.weights.check()
+        if list(map(id, passes.trained(self._model))) != list(map(id, self.weights.parameters)):
+            raise ValueError("other parameters are trained now than when this Hessian was made: make a new Hessian")
         results_KP, vectors = torch.zeros_like(rows_KP), self.weights.views(rows_KP)
         views = self.weights.views(results_KP)
         with as_it_was(self._model, rows_KP.device), torch.enable_grad(), twice_differentiable(self._model):

@@ -134,9 +134,16 @@ class HessianStatistics(Observer):
             self._measure(self.num_steps, time.perf_counter(), Hessian(self._model, self._loss).operator())
 
     def _measure(self, step: int, begin: float, operator: spectra.Operator, learner: Learner | None = None) -> None:
-        found, problem = self._spectrum(operator)
+        """Add a record. Where the eigenvalues cannot be computed, they are NaN, and their vectors zeros."""
+        top, problem = min(self.top, operator.numel - 1), ""
+        try:
+            found = spectra.extreme_eigenvalues(operator, top, 1, **self._limits)
+        except (spectra.NotFinite, spectra.NotConverged) as error:
+            unknown, problem = np.full(top + 1, np.nan), str(error)
+            zeros_kP = operator.like.new_zeros(top + 1, operator.numel)
+            found = Eigenvalues(values=unknown, residuals=unknown, vectors=zeros_kP)
         distance, noise, penalty = _ALIKE if learner is None else self._apart(learner, operator, found.vectors[:-1])
-        values, is_known = found.values.tolist(), problem is None
+        values, is_known = found.values.tolist(), not problem
         record = HessianRecord(
             step=step,
             largest=values[:-1],
@@ -148,12 +155,13 @@ class HessianStatistics(Observer):
             noise=None if noise is None else noise[0],
             noise_shares=noise[1] if is_known and noise is not None and noise[0] else None,
             isotropic=1 / found.vectors.shape[1],
-            problem=problem,
+            problem=problem or None,
             seconds=time.perf_counter() - begin,
         )
         self.records.append(record)
 
     def _apart(self, learner: Learner, operator: spectra.Operator, top_kP: Tensor) -> _Apart:
+        """How far the learners' weights and gradients are apart, also along the eigenvectors."""
         assert isinstance(self._handle, HookedDistributed)
         distance, noise, penalty = _ALIKE
         weights_LP = self._handle.strategy.gradient_weights(learner)
@@ -168,16 +176,6 @@ class HessianStatistics(Observer):
             own_LP = passes.local_gradients(learner) / passes.scale_left(learner.optimizer)
             noise = self._shares(learner, own_LP - learner.average_of(own_LP), top_kP)
         return distance, noise, penalty
-
-    def _spectrum(self, operator: spectra.Operator) -> tuple[Eigenvalues, str | None]:
-        """The k largest eigenvalues and the smallest one, and why there are none: NaN then, with zero vectors."""
-        top = min(self.top, operator.numel - 1)
-        try:
-            return spectra.extreme_eigenvalues(operator, top, 1, **self._limits), None
-        except (spectra.NotFinite, spectra.NotConverged) as error:
-            unknown = np.full(top + 1, np.nan)
-            vectors_kP = torch.zeros(top + 1, operator.numel, dtype=torch.float32, device="cpu").to(operator.like)
-            return Eigenvalues(values=unknown, residuals=unknown, vectors=vectors_kP), str(error)
 
     def _operator(self, learner: Learner, mean_LP: Tensor) -> spectra.Operator:
         """The Hessian of the mean of all learners' losses at the mean weights, without the padding of the rows."""
@@ -202,8 +200,7 @@ class HessianStatistics(Observer):
         rows_LP = _real(learner, apart_LP).double()
         along_Lk = (rows_LP @ vectors_kP.double().T).square()
         sums = torch.cat([rows_LP.square().sum(dim=1, keepdim=True), along_Lk], dim=1)
-        learner.comm.average_(sums).wait()
-        total, *along = sums[0].tolist()
+        total, *along = learner.average_of(sums)[0].tolist()
         return total, [value / total if total else 0.0 for value in along]
 
 

@@ -90,17 +90,15 @@ class NoiseStatistics:
         hooked, first = _hooked(handle, optimizer, config), trained(model)[0]
         if hooked is None and is_dtensor(first):
             raise ValueError("one learner that is sharded: take several, or measure a model that is whole")
-        names = (
-            hooked.learner.flat.names if hooked else [name for name, p in model.named_parameters() if p.requires_grad]
-        )
+        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        names = own if hooked is None else hooked.learner.flat.names
         series = Series(batch_size, names, per_segment, population)
         buffer = self._record_buffer = RecordBuffer(first.device, series, full_loss_of)
         self._learner = None if hooked is None else hooked.learner
-        self._source: LearnerStatistics | PassStatistics = (
-            PassStatistics(model, optimizer, config, buffer)
-            if hooked is None
-            else LearnerStatistics(hooked, config, buffer)
-        )
+        if hooked is None:
+            self._source: LearnerStatistics | PassStatistics = PassStatistics(model, optimizer, config, buffer)
+        else:
+            self._source = LearnerStatistics(hooked, config, buffer)
 
     @property
     def records(self) -> list[NoiseRecord]:

@@ -7,7 +7,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -129,18 +129,15 @@ def at_weights(
     The trained weights keep their memory, because neighbours may read them. Buffers and random state are restored.
     The passes use ``random_state``; None: the current one.
     """
-    shards = learner.flat.shards
-    try:
-        if shards is not None:
+    with ExitStack() as after:
+        if (shards := learner.flat.shards) is not None:
             shards.reshard()
+            after.callback(shards.reshard)
         kept = as_it_was(model, weights_LP.device, learner.flat.index)
         with kept, torch.enable_grad(), learner.flat.at(weights_LP.clone()):
             if random_state is not None:
                 random_state.restore()
             yield
-    finally:
-        if shards is not None:
-            shards.reshard()
 
 
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -171,9 +171,7 @@ class LearnerStatistics(Source):
                 self._measure_identical(result, random)
             if steps:
                 own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
-                rows = own_LTS.flatten(1)
-                self._learner.comm.average_(rows).wait()
-                result.own_TS = rows[0].view(own_LTS.shape[1:])
+                result.own_TS = self._learner.average_of(own_LTS.flatten(1))[0].view(own_LTS.shape[1:])
                 result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
@@ -192,8 +190,7 @@ class LearnerStatistics(Source):
         config, flat, comm = self._config, self._learner.flat, self._learner.comm
         mean_LP = self._learner.average_of(flat.param_LP)
         distance_L1 = self._of_learners(self._squares(flat.param_LP, mean_LP[0])).sum(1, keepdim=True)
-        comm.average_(distance_L1).wait()
-        result.distance = distance_L1[0, 0]
+        result.distance = self._learner.average_of(distance_L1)[0, 0]
         if config.directions:
             products = dynamics.covariance_products(flat.param_LP, mean_LP[0], comm)
             result.eigenvalues = torch.linalg.eigvalsh(products).flip(0)[: config.directions] / comm.num_learners**2
@@ -250,8 +247,7 @@ class LearnerStatistics(Source):
         with nullcontext() if self._learner.flat.shards else passes.without_hooks(self._handle.model):
             grad_LP, total = self._gradient_at(weights_LP, loss)
         loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
-        self._learner.comm.average_(loss_L1).wait()
-        result.full_loss = loss_L1[0, 0]
+        result.full_loss = self._learner.average_of(loss_L1)[0, 0]
         return self._learner.average_of(grad_LP)[0]
 
     def _of_learners(self, squares_XS: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: P elements of a vector, K vectors of a product, M steps of a Lanczos ite
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -28,11 +29,6 @@ class NotFinite(ValueError):
 class NotConverged(RuntimeError):
     """An iteration did not end within its number of products."""
 
-    def __init__(self, num: int) -> None:
-        why = "eigenvalues at that end lie close to each other"
-        advice = "ask for fewer, or pass a larger tolerance or max_products"
-        super().__init__(f"the Lanczos iteration did not converge within {num} products: {why}, so {advice}")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
@@ -52,10 +48,6 @@ class Operator:
         if not bool(products_KP.isfinite().all()):
             raise NotFinite("a Hessian-vector product is not finite: check the data and the weights for NaN and Inf")
         return products_KP
-
-    def signs(self, num: int, generator: torch.Generator) -> Tensor:
-        """Random vectors ``[num, P]`` of elements 1 and -1. The same on every device."""
-        return (torch.randint(2, (num, self.numel), generator=generator, device="cpu") * 2.0 - 1).to(self.like)
 
     def directions(self, num: int, generator: torch.Generator) -> Tensor:
         """Random unit vectors ``[num, P]``. None lies in the null space of a matrix that is not zero, as signs may."""
@@ -136,10 +128,13 @@ def _lanczos(
     scale, side = abs(shift), 2 * np.sign(shift)
     start = np.random.Generator(np.random.PCG64(seed)).standard_normal(operator.numel)
     num_products = count(1)
+    why = f"within {max_products} products: eigenvalues at that end lie close to each other"
+    advice = "ask for fewer, or pass a larger tolerance or max_products"
+    failure = NotConverged(f"the Lanczos iteration did not converge {why}, so {advice}")
 
     def matvec(vector: Array) -> Array:
         if next(num_products) > max_products:
-            raise NotConverged(max_products)
+            raise failure
         row = torch.from_numpy(vector.reshape(1, -1)).to(operator.like)
         shifted = operator(row)[0].double().cpu().numpy() / scale + side * vector.reshape(-1)
         return np.asarray(shifted - known_rows.T @ ((known / scale + side) * (known_rows @ vector.reshape(-1))))
@@ -150,7 +145,7 @@ def _lanczos(
         shifted = LinearOperator((operator.numel, operator.numel), matvec=matvec, dtype=np.float64)
         values, columns = eigsh(shifted, k=k, which="LA" if shift > 0 else "SA", v0=start, tol=tolerance * 2 / 3)
     except ArpackNoConvergence:
-        raise NotConverged(max_products) from None
+        raise failure from None
     order = np.argsort(values)[::-1]
     return (values[order] - side) * scale, columns.T[order]
 
@@ -179,7 +174,8 @@ def trace(operator: Operator, num_products: int, *, seed: int) -> Estimate:
     basis_PK = torch.linalg.qr(operator(operator.directions(third, generator)).double().T).Q
     found = operator(basis_PK.T.to(operator.like)).double()
     largest = float((found * basis_PK.T).sum())
-    probes_KP = operator.signs(third, generator).double()
+    signs_KP = torch.randint(2, (third, operator.numel), generator=generator, device="cpu") * 2.0 - 1
+    probes_KP = signs_KP.to(operator.like).double()
     probes_KP = (probes_KP - (probes_KP @ basis_PK) @ basis_PK.T).to(operator.like)
     rest = (operator(probes_KP).double() * probes_KP.double()).sum(dim=1)
     rounding = torch.finfo(operator.like.dtype).eps * operator.numel**0.5 * float(found.norm(dim=1).sum())
@@ -230,8 +226,6 @@ def spectral_density(operator: Operator, num: int, steps: int, *, seed: int) -> 
         # A zero norm: the Krylov space is complete. Any direction may follow, with the weight zero.
         next_KP = next_KP / norms_K1.clamp(min=torch.finfo(torch.float64).tiny)
         vectors_KP = torch.where(norms_K1 > 0, next_KP, 0.0).to(operator.like)
-    nodes, weights = np.zeros((num, steps)), np.zeros((num, steps))
-    for probe in range(num):
-        nodes[probe], columns = eigh_tridiagonal(diagonal[probe], beside[probe], lapack_driver="stev")  # stevd may fail
-        weights[probe] = columns[0] ** 2
-    return SpectralDensity(nodes=nodes, weights=weights)
+    solve = partial(eigh_tridiagonal, lapack_driver="stev")  # stevd may fail
+    nodes, columns = map(np.stack, zip(*map(solve, diagonal, beside), strict=True))
+    return SpectralDensity(nodes=nodes, weights=columns[:, 0] ** 2)

@@ -43,11 +43,6 @@ class WeightVector:
         """P."""
         return len(self.values_P)
 
-    def check(self) -> None:
-        """ValueError: other parameters need a gradient now."""
-        if list(map(id, trained(self.model))) != list(map(id, self.parameters)):
-            raise ValueError("other parameters are trained now than when this Hessian was made: make a new Hessian")
-
     def views(self, rows: Tensor) -> list[Tensor]:
         """One view ``[..., *S]`` per parameter of shape S, of ``[..., P]``."""
         parts = rows.split([parameter.numel() for parameter in self.parameters], dim=-1)

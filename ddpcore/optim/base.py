@@ -137,18 +137,14 @@ class FusedOptimizer(SavedOptimizer):
             return
         missing = [name for name in names if state.get(name) is None]
         for name in names:
-            dtype = self.state_dtype_of(group, param, name, state)
-            if name in missing:
-                state[name] = torch.zeros_like(param, dtype=dtype)
-            elif state[name].dtype != dtype:  # the parameter has a new dtype or a new master
-                state[name] = state[name].to(dtype)
+            dtype = self.state_dtype_of(group, param, name, state)  # a new one if the parameter has, or a new master
+            state[name] = torch.zeros_like(param, dtype=dtype) if name in missing else state[name].to(dtype)
         if not isinstance(state.get("step"), Tensor | None):
             state["step"] = torch.tensor([float(state["step"])], dtype=torch.float32, device=param.device)
         if missing or "step" not in state:
             begun = (param.device, 0.0 if missing else 1.0)  # 1: loaded from torch.optim.SGD, which does not count
-            if begun not in fresh:
-                fresh[begun] = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
-            state["step"] = fresh[begun]
+            step = torch.full((1,), begun[1], dtype=torch.float32, device=param.device)
+            state["step"] = fresh.setdefault(begun, step)
 
     def bind(self, flat: FlatParameters) -> WeightStep:
         """Step flat buffers, of which the parameters are views, from now on. Each learner's row is a set of its own.
@@ -200,14 +196,13 @@ class FusedOptimizer(SavedOptimizer):
 
         ``mixture`` is an average of the row that the parameters are views of, computed in the same pass over it.
         """
-        rows = 1 if self._flat is None else self._flat.num_rows
-        if rows == 1 or groups[0]["max_grad_norm"] is None:
+        flat = self._flat
+        if flat is None or flat.num_rows == 1 or groups[0]["max_grad_norm"] is None:
             self._step_lists("plan", groups, mixture=mixture)
         else:  # each learner has its own norm of all gradients
-            assert self._flat is not None
-            num = len(self._flat.segments)
-            for row in range(rows):
-                mine = set(map(id, self._flat.parameters[row * num : (row + 1) * num]))
+            num = len(flat.segments)
+            for row in range(flat.num_rows):
+                mine = set(map(id, flat.parameters[row * num : (row + 1) * num]))
                 self._step_lists(f"plan of learner {row}", groups, mine)
 
     def _step_lists(

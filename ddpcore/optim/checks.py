@@ -26,14 +26,9 @@ def is_rounded(group: Group) -> bool:
     return bool(name_of(group.get("state_dtype")) == "bfloat16")
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python, numpy or any other library."""
-    return isinstance(value, Real)
-
-
 def is_scalar(value: Any) -> bool:
-    """Whether it is a real number or a tensor of one element."""
-    return is_number(value) or (isinstance(value, Tensor) and value.numel() == 1)
+    """Whether it is a real number, of Python, numpy or any other library, or a tensor of one element."""
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def check_number(name: str, value: Any, below: float | None = None) -> None:
@@ -67,7 +62,7 @@ def check_common(group: Group) -> None:
     check_lr(group["lr"])
     check_number("weight_decay", group["weight_decay"])
     norm = group["max_grad_norm"]
-    if norm is not None and not (is_number(norm) and 0 < norm < math.inf):
+    if norm is not None and not (isinstance(norm, Real) and 0 < float(norm) < math.inf):
         raise ValueError(f"max_grad_norm is {norm}: it must be a number above 0, or None")
     check_flag("maximize", group["maximize"])
     check_flag("master_weights", group["master_weights"])
@@ -87,7 +82,7 @@ def check_one_norm(groups: Sequence[Group]) -> None:
 def check_momentum(group: Group) -> None:
     """Check the options of momentum SGD."""
     check_number("momentum", group["momentum"])
-    if not is_number(group["dampening"]) or not math.isfinite(group["dampening"]):
+    if not isinstance(group["dampening"], Real) or not math.isfinite(group["dampening"]):
         raise ValueError(f"dampening is {group['dampening']}: it must be a finite number")
     check_flag("nesterov", group["nesterov"])
     check_flag("decoupled_weight_decay", group["decoupled_weight_decay"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from ddpcore.ops import Rule
 from ddpcore.ops.steps import LAMB
 from ddpcore.optim.base import AdaptiveOptimizer
 from ddpcore.optim.batch import Batch
-from ddpcore.optim.checks import Group, check_flag, is_number
+from ddpcore.optim.checks import Group, check_flag
 from ddpcore.options.typed import check_choice
 
 VARIANTS = ("paper", "nvlamb", "undebiased")
@@ -84,7 +85,7 @@ class FusedLAMB(AdaptiveOptimizer):
             check_flag("always_adapt", group["always_adapt"])
         for name in ("trust_clip", "weight_norm_clip"):
             bounds = _bounds(group[name])
-            is_valid = len(bounds) == 2 and all(map(is_number, bounds)) and 0 <= bounds[0] <= bounds[1]
+            is_valid = len(bounds) == 2 and all(isinstance(one, Real) for one in bounds) and 0 <= bounds[0] <= bounds[1]
             if not is_valid or bounds[0] == math.inf or bounds[1] == 0:
                 raise ValueError(f"{name} is {group[name]}: it must be a number above 0, or (lower, upper)")
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from ddpcore.ops.library import wide
 from ddpcore.optim.adamw import FusedAdamW
-from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_moments, check_new, check_number, is_number
+from ddpcore.optim.checks import Group, State, check_flag, check_lr, check_moments, check_new, check_number
 from ddpcore.optim.matrices import Divided, Matrix, direction_of, orthogonal, parts_of, places_in, results_of
 from ddpcore.optim.newton_schulz import COEFFICIENTS, owners_of
 from ddpcore.optim.shard_exchange import Layout, exchanged
@@ -291,7 +292,7 @@ def _check_options(group: Group) -> None:
     check_number("momentum", group["momentum"], below=1.0)
     check_flag("nesterov", group["nesterov"])
     values = group["ns_coefficients"]
-    if not isinstance(values, Sequence) or len(values) != 3 or not all(map(is_number, values)):
+    if not isinstance(values, Sequence) or len(values) != 3 or not all(isinstance(one, Real) for one in values):
         raise ValueError(f"ns_coefficients is {values}: it must be 3 numbers")
     check_number("eps", group["eps"])
     check_moments(group, "adamw_")

@@ -137,9 +137,8 @@ class SavedOptimizer(torch.optim.Optimizer):
                 state.pop("master", None)
             if "step" in given:
                 key = (index, param.device, float(given["step"]))
-                if key not in steps:
-                    steps[key] = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
-                state["step"] = steps[key]
+                step = torch.tensor([key[2]], dtype=torch.float32, device=param.device)
+                state["step"] = steps.setdefault(key, step)
 
 
 WRAPPER = r"(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -213,16 +212,14 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
     if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, params))):  # torch resolves gradients
         raise RuntimeError(f"{name}: a tensor has torch's negative bit, its memory the other sign: call resolve_neg()")
+    again = "call zero_grad and compute the gradient again"
+    anew = "call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
     for param, grad in zip(params, grads, strict=True):
-        if grad.shape != param.shape:
-            shapes = f"{tuple(grad.shape)} and its parameter {tuple(param.shape)}, whose data was replaced"
-            advice = "call zero_grad and compute the gradient again"
-            raise RuntimeError(f"{name}: a gradient has shape {shapes}: {advice}")
-        for key, value in states.get(param, {}).items():
-            if key != "step" and isinstance(value, Tensor) and value.shape != param.shape:
+        kept = [(key, value, anew) for key, value in states.get(param, {}).items() if key != "step"]
+        for what, value, advice in (("a gradient", grad, again), *kept):
+            if isinstance(value, Tensor) and value.shape != param.shape:
                 shapes = f"{tuple(value.shape)} and its parameter {tuple(param.shape)}, whose data was replaced"
-                advice = "call optimizer.state.pop(parameter) to begin a new state, or make a new optimizer"
-                raise RuntimeError(f"{name}: {key} has shape {shapes}: {advice}")
+                raise RuntimeError(f"{name}: {what} has shape {shapes}: {advice}")
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:

@@ -137,7 +137,8 @@ def _statistics(groups: Sequence[Group]) -> Section:
     for place, group in enumerate(groups):
         if len(group.runs) == 1:
             pairs = [_part(line, "whole", "interval") for line in _valid(group.runs[0])]
-            low, high = ([finite(pair[end]) if _is_pair(pair) else None for pair in pairs] for end in (0, 1))
+            bands = [[*map(finite, pair)] if isinstance(pair, list | tuple) else [] for pair in pairs]
+            low, high = ([one[end] if len(one) == 2 and None not in one else None for one in bands] for end in (0, 1))
             if any(one is not None for one in low):
                 scales[place] = replace(scales[place], low=low, high=high)
     losses, note = curves("dynamics", "full_loss"), _INTERVALS if any(one.low is not None for one in scales) else ""
@@ -195,10 +196,6 @@ def _topologies(groups: Sequence[Group]) -> Section:
         title += "" if gap is None else f", spectral gap {gap:.4g}"
         charts.append(network(title, drawn["num_learners"], drawn["edges"]))
     return Section(title="Topologies", charts=with_values(charts))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
 
 
 def _each(groups: Sequence[Group], rows: Rows, value: Value, x_key: str = "step") -> list[Series]:

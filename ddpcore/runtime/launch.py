@@ -386,8 +386,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
     """End the ranks that still run: SIGTERM, then SIGKILL after KILL_SECONDS."""
     processes = [rank.process for rank in ranks]
     for process in processes:
-        if process.is_alive():
-            process.terminate()
+        process.terminate()  # does nothing to one that has ended
     deadline = time.monotonic() + KILL_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -43,9 +43,8 @@ def kernels() -> list[str]:
 
 def _processor() -> str:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        if found := re.search(r"^model name\s*: *(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
     return platform.processor() or platform.machine()
 
 
