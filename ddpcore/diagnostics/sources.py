@@ -22,7 +22,7 @@ from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.hooks import closure_of, own_hooks, with_closure
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import laid_out
 from ddpcore.strategies.learner import Learner
 
 _ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
@@ -290,7 +290,7 @@ class LearnerStatistics(Source):
 @torch.no_grad()
 def _copy(view: Tensor, parameter: Tensor, _: object = None) -> None:
     if parameter.grad is not None:
-        view.copy_(local(parameter.grad))
+        view.copy_(laid_out(parameter, parameter.grad))
 
 
 class PassStatistics(Source):

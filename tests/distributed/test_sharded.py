@@ -174,5 +174,18 @@ def test_policies_average_the_momentum_of_shards(four):
     assert max(of_rank["momentum"] for of_rank in four) <= TOLERANCE
 
 
+def test_partial_sums_of_tensor_parallelism_are_gradients_of_whole_learners():
+    """Also where ranks of a learner hold replicas, which stay equal, in clipping and in statistics."""
+    for rank, of_rank in enumerate(started("sums")):
+        for case, found in of_rank["virtual"].items():
+            ours, theirs, learner = found["sharded"], found["virtual"], rank // 2
+            assert max(ours["given"], theirs["given"]) <= TOLERANCE, case
+            assert ours["weights"][0] == pytest.approx(theirs["weights"][learner], rel=0, abs=TOLERANCE), case
+            assert ours["norms"][0] == pytest.approx(theirs["norms"][learner], rel=1e-5), case
+            assert len(ours["records"]) == (0 if case[-1] == "accumulated" else 4)
+            for record, other in zip(ours["records"], theirs["records"], strict=True):
+                assert record == pytest.approx(other, rel=1e-4), case
+
+
 def test_learners_of_three_ranks():
     check_virtual(started("six", 6))

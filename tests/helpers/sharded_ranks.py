@@ -23,7 +23,7 @@ import ddpcore
 from ddpcore import Connection, Policies
 from ddpcore.diagnostics import Hessian, NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
-from helpers import oracle, sharded_memory
+from helpers import oracle, sharded_memory, sharded_sums
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
 from helpers.sharded_averages import average_of_ties_and_teachers
@@ -428,9 +428,14 @@ def six(folder: Path) -> dict[str, Any]:
     return {"virtual": {case: beside_virtual(place, *case) for case in cases}}
 
 
+def sums(folder: Path) -> dict[str, Any]:
+    place = Place(2, 2)
+    return {"virtual": {case: sharded_sums.beside_virtual(place, *case) for case in sharded_sums.CASES}}
+
+
 def main() -> None:
     path, _, _ = join()
-    what = {"four": four, "six": six}[sys.argv[4]]
+    what = {"four": four, "six": six, "sums": sums}[sys.argv[4]]
     torch.save(what(path.parent), path)
     dist.barrier()
     dist.destroy_process_group()
