@@ -180,7 +180,7 @@ class LearnerStatistics(Source):
         """Measure learners that hold the same weights and the mean of their gradients."""
         config, weights_LP = self._config, self._learner.flat.param_LP
         assert config.full_loss is not None
-        own_P = self._learner.flat.grad_LP[0] / passes.scale_left(self._optimizer)
+        own_P = passes.local_gradients(self._learner)[0] / passes.scale_left(self._optimizer)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
             mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
