@@ -183,7 +183,8 @@ class LearnerStatistics(Source):
         own_P = passes.local_gradients(self._learner)[0] / passes.scale_left(self._optimizer)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
-            mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
+            average_LP = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])
+            mean_P = self._clipped(average_LP)[0]
         self._add_products(result, own_P, mean_P, self._full_gradient(weights_LP, config.full_loss, result))
         result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
@@ -209,14 +210,19 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
-            factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
-            average_LP = self._learner.average_of(grad_LP * factors_L1)
+            average_LP = self._learner.average_of(self._clipped(grad_LP))
         full_P = self._full_gradient(mean_LP, config.full_loss, result)
         self._add_products(result, self._learner.average_of(own_LP)[0], average_LP[0], full_P)
         if config.hessian:
             result.hessian = self._hessian_squares(mean_LP, config.full_loss)
         return squares
+
+    def _clipped(self, rows_LP: Tensor) -> Tensor:
+        """The rows, each clipped as ``clip_grad_norm_`` clips a whole gradient. Collective over a learner."""
+        if self._config.max_grad_norm is None:
+            return rows_LP
+        norms_L1 = self._of_learners(self._squares(rows_LP)).sum(1, keepdim=True).sqrt().to(rows_LP)
+        return rows_LP * (self._config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)
 
     def _hessian_squares(self, mean_LP: Tensor, loss: Loss) -> Tensor:
         """``1/n sum_j |H (w_j - w_a)|^2``, float64, with the Hessian H of the full loss over all learners' shares."""

@@ -141,7 +141,7 @@ def test_dropout_is_no_landscape(strategy):
 
 def test_clipping_is_no_landscape():
     """The gradients at the mean are clipped as the loop clips, each learner's or their average."""
-    for strategy in (ddpcore.LocalSGD(period=9),):
+    for strategy in (ddpcore.LocalSGD(period=9), ddpcore.NoisySSGD(1e-7, where="per_learner")):
         model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
         moves = measured(strategy, model, max_grad_norm=0.01).dynamics
         assert moves.landscape_noise < 1e-6 * moves.noise, strategy
