@@ -79,6 +79,7 @@ class LearnerStatistics(Source):
         self._left_LP: Tensor | None = None  # gradients as the passes of a measured step leave them, before clipping
         self._copies = ExitStack()  # ends them
         self._random: RandomState | None = None  # before this step's first forward pass
+        self._backward = 0.0  # seconds of backward passes when the last forward pass began
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
         self._segments: Sequence[Segment] = ()
@@ -103,7 +104,11 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        device = learner.flat.param_LP.device
+        device, backward = learner.flat.param_LP.device, self._handle.phases.backward
+        had_pass = self._num_passes > 0 or backward != self._backward
+        if had_pass and all(parameter.grad is None for parameter in learner.flat.parameters):
+            self._forget()  # the program has reset all gradients: a step was left out
+        self._backward = backward
         if not self._is_measured(learner.step):
             return
         if self._config.loss is None:
@@ -111,6 +116,11 @@ class LearnerStatistics(Source):
                 self._begin_copies(learner.flat)
         elif self._random is None and (device.type != "cuda" or not torch.cuda.is_current_stream_capturing()):
             self._random = RandomState(device)
+
+    def _forget(self) -> None:
+        """Forget the passes of this step."""
+        self._num_passes, self._own, self._mean, self._random, self._left_LP = 0, None, None, None, None
+        self._copies.close()
 
     def _begin_copies(self, flat: FlatParameters) -> None:
         """Copy each gradient when a pass has added to it."""
