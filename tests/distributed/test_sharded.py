@@ -142,6 +142,7 @@ REFUSED = {
     "virtual": "blocks.0.scale is a DTensor, and virtual learners are whole: leave learners= out",
     "baseline": "ddp trains whole models, and parameter blocks.0.scale is a DTensor",
     "partly": "blocks.1.scale is whole and blocks.0.scale a DTensor: call fully_shard on the whole model",
+    "partly parallel": "blocks.0.scale is whole and head.weight a DTensor: lay it out, too, by SequenceParallel()",
     "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
     "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
     "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",

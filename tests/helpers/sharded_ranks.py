@@ -17,6 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import ddpcore
@@ -340,6 +341,7 @@ def refused(place: Place) -> dict[str, str]:
     model = net()
     fully_shard(model.blocks[0], mesh=shard)
     call("partly", model, group=learners)
+    call("partly parallel", parallelize_module(net(), shard, {"head": ColwiseParallel()}), group=learners)
     model = net()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0], process_group=shard.get_group(), device_id=CPU)
     call("fsdp1", model, group=learners)

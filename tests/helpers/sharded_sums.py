@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import ddpcore
@@ -33,8 +33,20 @@ def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(net(), mesh, {"0": SequenceParallel(sequence_dim=0), "1": up, "3": RowwiseParallel()})
 
 
+def replicated_norm(mesh: DeviceMesh) -> nn.Module:
+    """Each rank normalizes all samples, of which it has a part at first."""
+    model = parallelize_module(net(), mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+
+    def gathered(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+
+    distribute_module(model[0], mesh, input_fn=gathered, output_fn=lambda _, outputs, mesh: outputs.to_local())
+    return model
+
+
 PLANS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
     "sequence": sequence_parallel,
+    "norm": replicated_norm,
     "inputs": lambda mesh: distribute_module(net(), mesh),
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
