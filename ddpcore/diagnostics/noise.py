@@ -50,8 +50,8 @@ class NoiseStatistics:
             False, such as the last one of an epoch, are left out of the noise scale.
         population: number of samples, in units of ``batch_size``, that batches are drawn from without replacement (an
             epoch's permutation). None: with replacement, or so many that it does not matter.
-        max_grad_norm: for a loop that clips each learner's gradient before the step: gradients at the mean weights are
-            clipped in the same way. Not for optimizers that clip inside the step.
+        max_grad_norm: for a loop that clips each learner's gradient, or their average, before the step: gradients at
+            the mean weights are clipped in the same way. Not for optimizers that clip inside the step.
         loss_divisor: on one device: the divisor of each pass's loss, usually the number of passes.
 
     ValueError: the arguments do not fit the loop; one line that says what to do.

@@ -31,7 +31,7 @@ from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.ops import reference
 from ddpcore.ops.library import KERNEL_DTYPES
 from ddpcore.parameters.hooks import own_hooks
-from ddpcore.parameters.shards import is_dtensor, local
+from ddpcore.parameters.shards import is_dtensor, laid_out, local
 from ddpcore.strategies.learner import Learner
 
 Loss = Callable[[], Tensor | Iterator[Tensor]]
@@ -176,15 +176,15 @@ def _check_reached(learner: Learner, reached: set[int]) -> None:
         raise ValueError(f"{what}: call handle.model, or each of handle.models, and return the sum of all losses")
 
 
-def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def _gradients_of_shards(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """What a backward pass leaves in ``.grad``, the only place where FSDP2 writes. Hooks do not see it."""
     before = [(one, one.grad, one._post_accumulate_grad_hooks) for one in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            parameter._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks of autograd
         loss.backward()
-        return [local(parameter.grad) for parameter in parameters]
+        return [laid_out(parameter, parameter.grad) for parameter in parameters]
     finally:
         for parameter, grad, hooks in before:
             parameter.grad, parameter._post_accumulate_grad_hooks = grad, hooks
@@ -371,7 +371,7 @@ def local_gradients(learner: Learner) -> Tensor:
     rows_LP, num = torch.zeros_like(learner.flat.param_LP), len(learner.flat.segments)
     for view, parameter in zip(learner.flat.views_of(rows_LP), learner.flat.parameters, strict=True):
         if parameter.requires_grad and parameter.grad is not None:
-            view.copy_(local(parameter.grad))
+            view.copy_(laid_out(parameter, parameter.grad))
     for row, row_P in enumerate(rows_LP):
         trained = [one for one in learner.flat.parameters[row * num : (row + 1) * num] if one.requires_grad]
         if trained and all(parameter.grad is None for parameter in trained):

@@ -22,7 +22,7 @@ from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.hooks import closure_of, own_hooks, with_closure
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import laid_out
 from ddpcore.strategies.learner import Learner
 
 _ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
@@ -79,6 +79,7 @@ class LearnerStatistics(Source):
         self._left_LP: Tensor | None = None  # gradients as the passes of a measured step leave them, before clipping
         self._copies = ExitStack()  # ends them
         self._random: RandomState | None = None  # before this step's first forward pass
+        self._backward = 0.0  # seconds of backward passes when the last forward pass began
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
         self._segments: Sequence[Segment] = ()
@@ -103,7 +104,11 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        device = learner.flat.param_LP.device
+        device, backward = learner.flat.param_LP.device, self._handle.phases.backward
+        had_pass = self._num_passes > 0 or backward != self._backward
+        if had_pass and all(parameter.grad is None for parameter in learner.flat.parameters):
+            self._forget()  # the program has reset all gradients: a step was left out
+        self._backward = backward
         if not self._is_measured(learner.step):
             return
         if self._config.loss is None:
@@ -111,6 +116,11 @@ class LearnerStatistics(Source):
                 self._begin_copies(learner.flat)
         elif self._random is None and (device.type != "cuda" or not torch.cuda.is_current_stream_capturing()):
             self._random = RandomState(device)
+
+    def _forget(self) -> None:
+        """Forget the passes of this step."""
+        self._num_passes, self._own, self._mean, self._random, self._left_LP = 0, None, None, None, None
+        self._copies.close()
 
     def _begin_copies(self, flat: FlatParameters) -> None:
         """Copy each gradient when a pass has added to it."""
@@ -178,10 +188,11 @@ class LearnerStatistics(Source):
         """Measure learners that hold the same weights and the mean of their gradients."""
         config, weights_LP = self._config, self._learner.flat.param_LP
         assert config.full_loss is not None
-        own_P = self._learner.flat.grad_LP[0] / passes.scale_left(self._optimizer)
+        own_P = passes.local_gradients(self._learner)[0] / passes.scale_left(self._optimizer)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
-            mean_P = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])[0]
+            average_LP = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])
+            mean_P = self._clipped(average_LP)[0]
         self._add_products(result, own_P, mean_P, self._full_gradient(weights_LP, config.full_loss, result))
         result.hessian = torch.zeros((), dtype=torch.float32, device="cpu") if config.hessian else None
 
@@ -206,14 +217,19 @@ class LearnerStatistics(Source):
         if config.full_loss is None:
             return squares
         if config.max_grad_norm is not None and config.loss is not None:
-            norms_L1 = self._of_learners(squares[0]).sum(1, keepdim=True).sqrt().to(grad_LP)
-            factors_L1 = (config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ clips
-            average_LP = self._learner.average_of(grad_LP * factors_L1)
+            average_LP = self._learner.average_of(self._clipped(grad_LP))
         full_P = self._full_gradient(mean_LP, config.full_loss, result)
         self._add_products(result, self._learner.average_of(own_LP)[0], average_LP[0], full_P)
         if config.hessian:
             result.hessian = self._hessian_squares(mean_LP, config.full_loss)
         return squares
+
+    def _clipped(self, rows_LP: Tensor) -> Tensor:
+        """The rows, each clipped as ``clip_grad_norm_`` clips a whole gradient. Collective over a learner."""
+        if self._config.max_grad_norm is None:
+            return rows_LP
+        norms_L1 = self._of_learners(self._squares(rows_LP)).sum(1, keepdim=True).sqrt().to(rows_LP)
+        return rows_LP * (self._config.max_grad_norm / (norms_L1 + 1e-6)).clamp(max=1.0)
 
     def _hessian_squares(self, mean_LP: Tensor, loss: Loss) -> Tensor:
         """``1/n sum_j |H (w_j - w_a)|^2``, float64, with the Hessian H of the full loss over all learners' shares."""
@@ -286,7 +302,7 @@ class LearnerStatistics(Source):
 @torch.no_grad()
 def _copy(view: Tensor, parameter: Tensor, _: object = None) -> None:
     if parameter.grad is not None:
-        view.copy_(local(parameter.grad))
+        view.copy_(laid_out(parameter, parameter.grad))
 
 
 class PassStatistics(Source):

@@ -286,6 +286,8 @@ class HookedDistributed(Distributed):
             num = len(flat.segments)
             complete = order + sorted(set(range(num)).difference(order)) if order else [-1] * num
             agreed = torch.tensor(complete, device=flat.param_LP.device).repeat(flat.num_rows, 1)
+            if flat.shards is not None:  # all ranks of a learner take one order, too
+                flat.shards.add_(agreed.mul_(flat.shards.place[0] == 0))
             comm.broadcast_(agreed)
             self._new_order = list(map(int, agreed[0].tolist())) if agreed[0, 0] >= 0 else None
         self._give_averages()

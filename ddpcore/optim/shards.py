@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpcore.parameters.shards import is_dtensor, local, mesh_of, placements_of
+from ddpcore.parameters.shards import is_dtensor, laid_out, local, mesh_of, placements_of
 
 Named = Iterable[tuple[str | int, Tensor]]
 
@@ -86,17 +86,10 @@ def local_gradients(
     """
     parts = []
     for param, grad in zip(params, grads, strict=True):
-        if not is_dtensor(param):
-            parts.append(grad)
-            continue
-        if not is_dtensor(grad) or grad.device_mesh != mesh_of(param):
+        if is_dtensor(param) and (not is_dtensor(grad) or grad.device_mesh != mesh_of(param)):
             name = next(name for (name, other), _ in named() if other is param)
             where = grad.device_mesh if is_dtensor(grad) else "no mesh"
             what = f"the gradient of parameter {name} is on {where}, and the parameter on {mesh_of(param)}"
             raise ValueError(f"{what}: compute it with the sharded model, or distribute it with distribute_tensor")
-        if grad.placements != placements_of(param):
-            grad = grad.redistribute(placements=placements_of(param))
-        part = grad._local_tensor
-        wait = getattr(part, "wait", None)  # a collective that has not ended
-        parts.append(part if wait is None else wait())
+        parts.append(laid_out(param, grad))
     return parts

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddpcore.parameters.flat import LARGE, FlatParameters
 from ddpcore.parameters.hooks import exclude_from_compilation, node_hooks, num_hooks, refuse_compiled_autograd, weakly
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import is_laid_out, local
 
 Pieces = Iterator[tuple[int, Sequence[Tensor]]]
 """The columns of a message in parts: each has the number of its first column, and rows as ``ops.average_`` takes."""
@@ -141,6 +141,8 @@ class GradientBuckets:
         if not self._runs_last(parameter) or id(parameter) in self._late:  # a later hook may change the gradient
             return
         gradient = parameter.grad
+        if not is_laid_out(parameter, gradient):  # ranks of a learner add it at the end of the pass, in one order
+            return
         if gradient is self.flat.grad_views[index] and local(gradient).data_ptr() != self.flat.grad_pointers[index]:
             self.flat.renew_grad_views()  # the program has set grad.data
         del gradient  # gather_grad counts references

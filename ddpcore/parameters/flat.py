@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from ddpcore.ops import WeightAverage
 from ddpcore.parameters.hooks import HookWatch
-from ddpcore.parameters.shards import Shards, local
+from ddpcore.parameters.shards import Shards, laid_out, local
 
 ALIGNMENT = 16  # elements; every parameter, row and bucket starts at a multiple of it, a vector boundary
 LARGE = 2**16  # a gradient of so many elements gets its own kernel call, which costs less than a copy into grad_LP
@@ -157,6 +157,7 @@ class FlatParameters:
         """Copy every ``.grad`` into ``grad_LP`` and replace it by its view. Returns whether every parameter has one.
 
         A missing one stays None, and its part of ``grad_LP`` is zero. Parts with an index in ``left`` are undefined.
+        Collective over a learner whose gradients are laid out in another way than their parameters.
         """
         if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
             return True
@@ -171,7 +172,7 @@ class FlatParameters:
         del gradient, view  # _detach_kept_grads counts references
         self._detach_kept_grads([*places, *missing])
         if places:
-            found = [local(self.parameters[index].grad) for index in places]
+            found = [laid_out(self.parameters[index], self.parameters[index].grad) for index in places]
             # A gradient in the flat buffer, as another learner's gradient is, must be copied first.
             gradients = [one.clone() if self._is_inside(one) else one for one in found]
             torch._foreach_copy_([local(self.grad_views[index]) for index in places], gradients)
@@ -363,13 +364,10 @@ class FlatParameters:
         for name in _OF_GRADIENTS:
             vars(self).pop(name, None)
         self.grad_start = None
-        for index, gradient in enumerate(gradients):
-            self.parameters[index].grad = gradient
-            if gradient is not None and self._sends_gradients:
-                local(self.grad_views[index]).copy_(local(gradient))
-                self.parameters[index].grad = self.grad_views[index]
-        if self._sends_gradients and self.grad_start is None:
-            self._allocate_gradients()
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if self._sends_gradients:
+            self.gather_grads()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _OF_GRADIENTS:

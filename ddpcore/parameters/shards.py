@@ -24,6 +24,20 @@ def local(tensor: Any) -> Tensor:
 mesh_of, placements_of = attrgetter("device_mesh"), attrgetter("placements")
 
 
+def is_laid_out(parameter: Tensor, gradient: Any) -> bool:
+    """Whether a gradient has its parameter's layout. Under tensor parallelism it may be a partial sum on each rank."""
+    return not is_dtensor(gradient) or gradient.placements == placements_of(parameter)
+
+
+def laid_out(parameter: Tensor, gradient: Any) -> Tensor:
+    """The part of a gradient on this rank, laid out as its parameter: collective over a learner if it was not."""
+    if not is_laid_out(parameter, gradient):
+        gradient = gradient.redistribute(placements=placements_of(parameter))
+    part = local(gradient)
+    wait = getattr(part, "wait", None)  # a collective that has not ended
+    return part if wait is None else wait()
+
+
 class Shards:
     """This rank's part of one learner, all of whose parameters are DTensors.
 

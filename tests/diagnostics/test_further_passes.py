@@ -140,11 +140,38 @@ def test_dropout_is_no_landscape(strategy):
 
 
 def test_clipping_is_no_landscape():
-    """Each learner's gradient at the mean is clipped as its own is; what is not told of it does show."""
-    build = lambda: nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))  # noqa: E731
-    moves = measured(ddpcore.LocalSGD(period=9), build(), max_grad_norm=0.01).dynamics
-    assert moves.landscape_noise < 1e-6 * moves.noise
-    assert moves.mean_grad_squared < 1e-4, "or nothing was clipped"
+    """The gradients at the mean are clipped as the loop clips, each learner's or their average."""
+    for strategy in (ddpcore.LocalSGD(period=9), ddpcore.NoisySSGD(1e-7, where="per_learner")):
+        model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+        moves = measured(strategy, model, max_grad_norm=0.01).dynamics
+        assert moves.landscape_noise < 1e-6 * moves.noise, strategy
+        assert moves.mean_grad_squared < 1e-4, "or nothing was clipped"
+
+
+def test_gradients_that_a_loop_replaces_are_those_of_the_step():
+    """By halves, or by None for the bias: the buffer of averages then holds others."""
+    for optimizer_class in (torch.optim.SGD, FusedSGD):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=NUM)
+        x, expected = torch.randn(NUM, 8, 6), []
+        loss = lambda: handle.model(x).square().mean((1, 2)).sum()  # noqa: B023, E731
+        statistics = NoiseStatistics(handle, optimizer, 1, full_loss=loss)
+        for way in ("kept", "halved", "left out"):
+            optimizer.zero_grad()
+            loss().backward()
+            weight, bias = (one.grad for one in handle.models[0].parameters())
+            factors = {"kept": (1, 1), "halved": (0.25, 0.25), "left out": (1, 0)}[way]
+            squares = [one.square().sum().item() for one in (weight, bias)]
+            expected.append(sum(factor * square for factor, square in zip(factors, squares, strict=True)))
+            for each in handle.models:
+                if way == "halved":
+                    each.weight.grad, each.bias.grad = each.weight.grad / 2, each.bias.grad / 2
+                elif way == "left out":
+                    each.bias.grad = None
+            optimizer.step()
+        assert [one.dynamics.mean_grad_squared for one in statistics.records] == pytest.approx(expected)
 
 
 def double(grad: Tensor) -> Tensor:

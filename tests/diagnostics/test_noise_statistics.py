@@ -212,6 +212,42 @@ def test_a_step_that_is_not_finite_is_left_out(strategy, bad):
     assert math.isfinite(statistics.records[2].whole.trace)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, sometimes: bool = False) -> Tensor:
+        hidden = nn.functional.dropout(self.always(x), 0.5)
+        return self.sometimes(hidden) if sometimes else hidden
+
+
+def test_a_step_that_a_loop_leaves_out_counts_for_nothing():
+    """No pass, no random state and no gradient of it: another batch follows, in which it has no second layer."""
+
+    def run(strategy: Any, leaves_out: bool, dynamic: bool) -> list[Any]:
+        torch.manual_seed(0)
+        optimizer = FusedSGD((model := Branches()).parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, strategy(), learners=4, vectorize=False)
+        x = torch.randn(4, 8, 3)
+        loss = lambda **how: handle.model(x, **how).square().mean((1, 2)).sum()  # noqa: E731
+        statistics = NoiseStatistics(handle, optimizer, 1, **({"loss": loss, "full_loss": loss} if dynamic else {}))
+        for step in range(2):
+            if leaves_out:
+                loss(sometimes=True).backward()
+                optimizer.zero_grad()
+            torch.manual_seed(step + 1)
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [[one.num_skipped, one.valid, one.whole, one.dynamics] for one in statistics.records]
+
+    per_learner = lambda: ddpcore.NoisySSGD(0.1, where="per_learner")  # noqa: E731
+    for strategy in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), per_learner):
+        for dynamic in (False, True):
+            assert run(strategy, True, dynamic) == run(strategy, False, dynamic), (strategy(), dynamic)
+
+
 def test_two_averaged_passes_in_a_step_are_left_out():
     """Each adds its mean to the last one's: what the buckets hold is no learner's gradient."""
     handle, optimizer, statistics = small(ddpcore.SSGD(), every=1)

@@ -142,6 +142,7 @@ REFUSED = {
     "virtual": "blocks.0.scale is a DTensor, and virtual learners are whole: leave learners= out",
     "baseline": "ddp trains whole models, and parameter blocks.0.scale is a DTensor",
     "partly": "blocks.1.scale is whole and blocks.0.scale a DTensor: call fully_shard on the whole model",
+    "partly parallel": "blocks.0.scale is whole and head.weight a DTensor: lay it out, too, by SequenceParallel()",
     "fsdp1": "module blocks.0 is wrapped by FullyShardedDataParallel, which averages or shards too: pass",
     "ddp": "module blocks.0 is wrapped by DistributedDataParallel, which averages or shards too: pass",
     "other ranks": "parameter norm.weight lies on other ranks than blocks.0.scale: a learner is one mesh",
@@ -172,6 +173,19 @@ def test_refused_on_all_ranks(name, four):
 
 def test_policies_average_the_momentum_of_shards(four):
     assert max(of_rank["momentum"] for of_rank in four) <= TOLERANCE
+
+
+def test_partial_sums_of_tensor_parallelism_are_gradients_of_whole_learners():
+    """Also where ranks of a learner hold replicas, which stay equal, in clipping and in statistics."""
+    for rank, of_rank in enumerate(started("sums")):
+        for case, found in of_rank["virtual"].items():
+            ours, theirs, learner = found["sharded"], found["virtual"], rank // 2
+            assert max(ours["given"], theirs["given"]) <= TOLERANCE, case
+            assert ours["weights"][0] == pytest.approx(theirs["weights"][learner], rel=0, abs=TOLERANCE), case
+            assert ours["norms"][0] == pytest.approx(theirs["norms"][learner], rel=1e-5), case
+            assert len(ours["records"]) == (0 if case[-1] == "accumulated" else 4)
+            for record, other in zip(ours["records"], theirs["records"], strict=True):
+                assert record == pytest.approx(other, rel=1e-4), case
 
 
 def test_learners_of_three_ranks():

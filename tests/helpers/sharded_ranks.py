@@ -17,13 +17,14 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: F401  the page uses it
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import ddpcore
 from ddpcore import Connection, Policies
 from ddpcore.diagnostics import Hessian, NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
-from helpers import oracle, sharded_memory
+from helpers import oracle, sharded_memory, sharded_sums
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
 from helpers.sharded_averages import average_of_ties_and_teachers
@@ -340,6 +341,7 @@ def refused(place: Place) -> dict[str, str]:
     model = net()
     fully_shard(model.blocks[0], mesh=shard)
     call("partly", model, group=learners)
+    call("partly parallel", parallelize_module(net(), shard, {"head": ColwiseParallel()}), group=learners)
     model = net()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0], process_group=shard.get_group(), device_id=CPU)
     call("fsdp1", model, group=learners)
@@ -428,9 +430,14 @@ def six(folder: Path) -> dict[str, Any]:
     return {"virtual": {case: beside_virtual(place, *case) for case in cases}}
 
 
+def sums(folder: Path) -> dict[str, Any]:
+    place = Place(2, 2)
+    return {"virtual": {case: sharded_sums.beside_virtual(place, *case) for case in sharded_sums.CASES}}
+
+
 def main() -> None:
     path, _, _ = join()
-    what = {"four": four, "six": six}[sys.argv[4]]
+    what = {"four": four, "six": six, "sums": sums}[sys.argv[4]]
     torch.save(what(path.parent), path)
     dist.barrier()
     dist.destroy_process_group()
