@@ -149,12 +149,13 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     parameters, views = _trained(learner, rows_LP)
     total, reached = torch.zeros((), dtype=torch.float64, device=rows_LP.device), set[int]()
     for part in parts_of(loss):
+        scaled = _scaled(part, scale)
         if shards is None:
-            found = torch.autograd.grad(_scaled(part, scale), parameters, allow_unused=True)
+            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
             reached |= _rows_of(learner, parameters, found)
             add_(views, found)
         else:
-            add_(views, _gradients_of_shards(part, parameters))
+            add_(views, _gradients_of_shards(scaled, parameters))
         total += local(part).detach()
     if shards is None:
         _check_reached(learner, reached)
