@@ -34,11 +34,11 @@ from ddpcore.options.extras import extra
 
 MEASURED = 20  # steps that are averaged if only measured steps have sums
 PENDING = 20  # records that stay on the device until they are read; older ones have been computed
-SYNC = "a handle takes all passes of a step but the last in handle.no_sync()"
-TWO_BATCHES = (
-    f"the estimate needs two batches: take more learners, or accumulate gradients over several passes ({SYNC})"
+TWO_BATCHES = "the estimate needs two batches: take more learners, or accumulate gradients over several passes"
+NO_STEP = (
+    "no step since the last record had finite gradients of one full batch a learner; to accumulate, "
+    "a handle takes all passes of a step but the last in handle.no_sync()"
 )
-NO_STEP = f"no step since the last record had finite gradients of one full batch a learner; to accumulate, {SYNC}"
 NOT_FINITE = "a gradient of this step is not finite"
 UNEQUAL_RATES = "an effective learning rate is one number, and parameter groups have several learning rates"
 NO_GRADIENT = "the full gradient is zero: it underflowed in low precision (pass scaler=), or there is nothing to learn"

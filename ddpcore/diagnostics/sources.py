@@ -3,7 +3,6 @@
 Shapes: L learners held by this process, n in all, P elements of a learner's row, S segments, T steps.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -309,8 +308,8 @@ class PassStatistics(Source):
     """On one device: in a measured step each backward pass counts as a learner.
 
     Gradients accumulate in ``.grad``, so the gradient of a pass is the difference to a copy from before it; only
-    measured steps make the copy. If something else writes a gradient between two passes (``zero_grad()`` before the
-    batch is repeated), earlier passes are discarded. Gradients must be zero or None before the first pass of a step.
+    measured steps make the copy, and compare it with the gradients that the previous pass left. If something else has
+    written them since (``zero_grad()`` before the batch is repeated), earlier passes are discarded.
     """
 
     def __init__(
@@ -320,7 +319,8 @@ class PassStatistics(Source):
         self._model, self._parameters = model, (parameters := passes.trained(model))
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
-        self._handles = [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
+        self._handles = [p.register_hook(self._before_gradient(p)) for p in parameters]
+        self._handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         self._hook = optimizer.register_step_pre_hook(self._before_call)
         self._begin_step()
 
@@ -344,11 +344,9 @@ class PassStatistics(Source):
         self._disjoint = False  # whether two consecutive passes had no parameter in common
         self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
         self._reached_before: set[int] = set()
-        self._places: dict[int, tuple[int, int]] = {}  # by parameter: address and version of its gradient's storage
-        self._versions: dict[int, int] = {}  # of each storage after the previous pass
-        self._added: Counter[int] = Counter()  # gradients that this pass has added to each storage
-        self._was_written = False
-        self._before: Tensor | None = None
+        self._old: dict[int, Tensor | None] = {}  # by parameter: its gradient before this pass
+        self._first_P: Tensor | None = None  # all gradients before the first pass
+        self._last_P: Tensor | None = None  # all gradients after the previous pass
         self._squares: Tensor | None = None
 
     def _before_call(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -372,50 +370,47 @@ class PassStatistics(Source):
             measured = Measured(self._step + 1, self._num_passes, MEASURED, reason=reason)
             with self._record_buffer.measuring(measured) as result:
                 if self._num_passes > 1:
-                    assert self._before is not None and self._squares is not None
-                    mean = noise_sums([self._before], self._bounds)[:, 0, 0] / self._num_passes**2
+                    assert self._last_P is not None and self._squares is not None
+                    mean = noise_sums([self._last_P], self._bounds, self._first_P)[:, 0, 0] / self._num_passes**2
                     sums = self._unscaled(self._squares / self._num_passes, mean, self._config.loss_divisor)
                     result.own_TS, result.mean_TS = sums[0][None], sums[1][None]
         self._step += 1
         self._begin_step()
 
+    def _before_gradient(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        """A hook that keeps the gradient that a pass is about to add to."""
+
+        def keep(_: Tensor) -> None:
+            if self._is_measured(self._step):
+                self._old[id(parameter)] = None if parameter.grad is None else parameter.grad.detach().clone()
+
+        return keep
+
     def _after_gradient(self, parameter: Tensor) -> None:
         if not self._is_measured(self._step):
             return
-        assert parameter.grad is not None
-        self._note_version(id(parameter), parameter.grad)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._after_pass)
         self._reached.add(id(parameter))
 
-    def _note_version(self, key: int, grad: Tensor) -> None:
-        """Find out whether anything but the pass has written the gradient since the previous pass.
-
-        A pass adds one to the version of a storage for each parameter whose gradient lies there: gradients of
-        concatenated parameters share one. All views of a flat buffer share one too, with what the program writes.
-        """
-        storage = grad.untyped_storage().data_ptr()
-        self._added[storage] += 1
-        if key in self._places and not grad._is_view():
-            before = self._versions.get(storage)
-            self._was_written |= before is None or grad._version != before + self._added[storage]
-        self._places[key] = storage, grad._version
-
     @torch.no_grad()
     def _after_pass(self) -> None:
-        if self._was_written:
-            reached, places = self._reached, self._places
+        old, reached = self._old, self._reached  # autograd.grad() calls the hooks before gradients, too
+        old_P = self._row([old[id(p)] if id(p) in reached else p.grad for p in self._parameters])
+        self._old, self._reached = {}, set()
+        if self._last_P is None or not torch.allclose(old_P, self._last_P.to(old_P), 0.0, 0.0, equal_nan=True):
             self._begin_step()
-            self._reached, self._places = reached, places
-        self._versions.update(sorted(self._places.values()))  # the last version of each storage
-        self._added.clear()
-        self._disjoint |= self._num_passes > 0 and self._reached.isdisjoint(self._reached_before)
-        self._reached, self._reached_before = set(), self._reached
-        grads = [(p, p.grad if p.requires_grad else None) for p in self._parameters]
-        row = torch.cat([p.new_zeros(p.numel()) if grad is None else grad.reshape(-1) for p, grad in grads])
-        squares = noise_sums([row], self._bounds, self._before)[:, 0, 0]
+            self._first_P = old_P
+        self._disjoint |= self._num_passes > 0 and reached.isdisjoint(self._reached_before)
+        self._reached_before = reached
+        self._last_P = self._row([p.grad for p in self._parameters])
+        squares = noise_sums([self._last_P], self._bounds, old_P.to(self._last_P))[:, 0, 0]
         self._squares = squares if self._squares is None else self._squares + squares
-        self._before = row
         self._num_passes += 1
+
+    def _row(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """These gradients ``[P]``; zeros for parameters that have none or are frozen."""
+        pairs = [(p, grad if p.requires_grad else None) for p, grad in zip(self._parameters, grads, strict=True)]
+        return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs])
