@@ -413,4 +413,4 @@ class PassStatistics(Source):
     def _row(self, grads: Sequence[Tensor | None]) -> Tensor:
         """These gradients ``[P]``; zeros for parameters that have none or are frozen."""
         pairs = [(p, grad if p.requires_grad else None) for p, grad in zip(self._parameters, grads, strict=True)]
-        return torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs])
+        return torch.cat([p.new_zeros(p.numel()) if g is None else g.to_dense().reshape(-1) for p, g in pairs])

@@ -166,6 +166,20 @@ def test_a_frozen_model_has_nothing_to_measure():
         NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_sparse_gradients_are_those_of_a_dense_layer():
+    batches, records = torch.randint(7, (3, 2, 5, 4)), []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 5, sparse=sparse), nn.Flatten(), nn.Linear(20, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        statistics = NoiseStatistics(model, optimizer, 1, batch_size=5)
+        records.append([passes(model, statistics, optimizer, pair) for pair in batches])
+    for found, expected in zip(*records, strict=True):
+        assert found.valid and found.num_learners == 2
+        assert found.whole.trace == pytest.approx(expected.whole.trace, rel=1e-5)
+        assert found.segments["0.weight"].trace == pytest.approx(expected.segments["0.weight"].trace, rel=1e-5)
+
+
 def test_parameters_that_are_trained_at_the_step():
     """A frozen one has no noise, also where its old gradient is left; one that came later makes no record valid."""
     torch.manual_seed(0)
