@@ -81,9 +81,11 @@ def model_of(handle: Distributed | nn.Module) -> nn.Module:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that need a gradient now. ValueError: there is none."""
+    """The parameters that need a gradient now. ValueError: there is none, or one is complex."""
     if not (found := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise ValueError("the model has no parameter that needs a gradient: there is nothing to measure")
+    if any(parameter.is_complex() for parameter in found):
+        raise ValueError("a parameter is complex: keep a real one and call torch.view_as_complex() in forward()")
     return found
 
 

@@ -33,8 +33,6 @@ class WeightVector:
         self.parameters = trained(model)
         if len(devices := {str(parameter.device) for parameter in self.parameters}) > 1:
             raise ValueError(f"the parameters are on {' and '.join(sorted(devices))}: move the model to one device")
-        if any(parameter.is_complex() for parameter in self.parameters):
-            raise ValueError("a parameter is complex: keep a real one and call torch.view_as_complex() in forward()")
         self.model = model
         self.values_P = torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 

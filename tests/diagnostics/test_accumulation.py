@@ -160,10 +160,13 @@ def test_closing_takes_the_hooks_away():
     assert statistics.records == []
 
 
-def test_a_frozen_model_has_nothing_to_measure():
-    model = nn.Linear(3, 2).requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to measure"):
-        NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_models_that_cannot_be_measured():
+    for model, message in (
+        (nn.Linear(3, 2).requires_grad_(False), "nothing to measure"),
+        (nn.Linear(3, 2, dtype=torch.complex64), "a parameter is complex: keep a real one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NoiseStatistics(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_sparse_gradients_are_those_of_a_dense_layer():
