@@ -163,6 +163,26 @@ def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Fold
     assert [verdict["word"] for verdict in result["claims"][1]["verdicts"]] == ["not run", "holds"]
 
 
+def test_each_folder_has_its_own_configs(folder: Folder, tmp_path: Path) -> None:
+    """A published number has that of the scale full without --set, wherever it is named; rows keep their order."""
+    paths = []
+    for place, (scale, settings) in enumerate([("smoke", {}), ("full", {"optimizer.lr": 1.0}), ("full", {})]):
+        paths.append(shutil.copytree(folder.path, tmp_path / str(place)))
+        manifest = json.loads((paths[-1] / "manifest.json").read_text()) | {"scale": scale, "set": settings}
+        manifest.pop("checksum", None)
+        manifest["rows"]["b"]["config"]["optimizer"]["lr"] = 1.0 * place
+        if place:
+            manifest["rows"]["extra"] = manifest["rows"].pop("a")
+        (paths[-1] / "manifest.json").write_text(json.dumps(manifest))
+    for order, nearest in (([0, 1, 2], 2), ([2, 1, 0], 2), ([0, 1], 1), ([0], 0)):
+        (result,) = compare([paths[place] for place in order])
+        assert [configs["b"]["optimizer"]["lr"] for configs in result["configs"]] == order
+        (line,) = [line for line in result["lines"] if line["row"] == "b"]
+        assert line["config"]["optimizer"]["lr"] == nearest
+    (result,) = compare(paths)
+    assert [line["row"] for line in result["lines"]] == ["a", "b", "ssgd", "extra"]
+
+
 def test_notes_and_claims_of_all_folders_appear_once(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
     """A folder of an older version of the study keeps the notes and claims of that version."""
     other = tmp_path / "other"
