@@ -88,7 +88,8 @@ def _merged(folders: Sequence[_Folder]) -> list[_Folder]:
         path, manifest, results, problems = folder
         for place, (first, known, others, before) in enumerate(merged):
             shared = known["rows"].keys() & manifest["rows"].keys()
-            alike = all(known["rows"][row]["config"] == manifest["rows"][row]["config"] for row in shared)
+            pairs = [(known["rows"][row], manifest["rows"][row]) for row in shared]
+            alike = all(one[key] == two[key] for one, two in pairs for key in ("config", "ranks", "hosts", "kill_rank"))
             same = all(known[key] == manifest[key] for key in ("scale", "set"))
             if alike and same and others.keys().isdisjoint(results):
                 seeds = sorted({*known["seeds"], *manifest["seeds"]})
