@@ -38,7 +38,7 @@ class ShardedBatches:
 
     Args:
         num_samples: number of samples of the training split.
-        batch_size: samples of all learners together at a step; each learner takes an equal share.
+        batch_size: samples of all learners together at a step, a multiple of L; each learner takes an equal share.
         num_learners: number of learners L.
         seed: seed of the random orders.
         sampler: ``global``: each epoch has one permutation of all samples, a function of (seed, epoch). Each batch is
@@ -111,7 +111,8 @@ class ShardedBatches:
             lower = batch - batch % learners
             upper = lower + learners
             nearest = upper if upper - batch < batch - lower and upper <= samples else lower
-            raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners: take {nearest}")
+            also = ", which sizes need, too" if self.sizes else ""
+            raise ValueError(f"the batch size {batch} is not a multiple of {learners} learners{also}: take {nearest}")
 
     def _check_parts(self, parts: Sequence[np.ndarray]) -> None:
         sizes = [len(part) for part in parts]

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import chain, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ TITLES = {
 
 Lines = Mapping[str, Sequence[tuple[Any, str]]]
 """The (value, row) of each line by its name, in the order of the values."""
+Columns = Mapping[str, Sequence[Sequence[tuple[Any, str]]]]
+"""Of each line the published points, then those of each run."""
 Cells = Mapping[str, Any]  # the cell of each row
 
 
@@ -34,18 +36,23 @@ def study_charts(comparison: Mapping[str, Any], labels: Sequence[str]) -> list[C
     """Charts of the study's first metric: published values, and the mean of each run with a bar from min to max."""
     metric = comparison["metrics"][0]
     cells = {line["row"]: line for line in comparison["lines"] if line["metric"] == metric}
-    drawn = [
-        row for row, cell in cells.items()
-        if cell["published"] is not None or any(_num_seeds(cell, run) for run in range(len(cell["measured"])))
-    ]  # fmt: skip
+    configs = [{row: cell["config"] for row, cell in cells.items() if cell["published"] is not None}]
+    for run, found in enumerate(comparison["configs"]):
+        configs.append({row: found[row] for row, cell in cells.items() if _num_seeds(cell, run)})
     charts, on_lines = [], set()
     for spec in comparison["charts"]:
-        if lines := lines_of(spec, {row: comparison["configs"][row] for row in drawn}):
+        columns = [lines_of(spec, found) for found in configs]
+        if known := dict.fromkeys(chain(*columns)):
             variable = spec["x"] if "values" in spec else spec["x"].rpartition(".")[2]
+            names = [name for name in spec.get("lines", known) if name in known]
+            lines = {name: [column.get(name, ()) for column in columns] for name in names}
             charts += _line_charts(variable, lines, cells, metric, labels)
-            on_lines |= {row for points in lines.values() for _, row in points}
-    known = [row for row, cell in cells.items() if cell["published"] is not None or any(cell["measured"])]
-    rest = [row for row in known if row not in on_lines]  # also if all runs diverged
+        on_lines |= {(row, place) for place, column in enumerate(columns) for _, row in chain(*column.values())}
+    rest = []  # also rows of which all runs diverged
+    for row, cell in cells.items():
+        numbers = {(row, place) for place, found in enumerate(configs) if row in found}
+        if numbers - on_lines or (not numbers and any(cell["measured"])):
+            rest.append(row)
     parts = [rest[first : first + MOST_ROWS] for first in range(0, len(rest), MOST_ROWS)]
     return charts + [_list_chart(part, cells, metric, labels, others=bool(charts)) for part in parts]
 
@@ -70,55 +77,55 @@ def _lines_with(row: str, value: Any, spec: Mapping[str, Any], config: Mapping[s
     return [name for name, rows in filled.items() if any(fnmatchcase(row, one) for one in rows)]
 
 
-def _line_charts(variable: str, lines: Lines, cells: Cells, metric: str, labels: Sequence[str]) -> list[Chart]:
+def _line_charts(variable: str, lines: Columns, cells: Cells, metric: str, labels: Sequence[str]) -> list[Chart]:
     """One chart, where a dash stands for a run; or one for each run, if there are more lines than colours."""
     if len(labels) == 1 or len(lines) <= len(COLORS):
         return [_line_chart(variable, lines, cells, metric, labels)]
     charts = []
     for run, label in enumerate(labels):
         own = {row: {**cell, "measured": [cell["measured"][run]]} for row, cell in cells.items()}
-        if any(_num_seeds(own[row], 0) for points in lines.values() for _, row in points):
-            chart = _line_chart(variable, lines, own, metric, [label])
+        if any(measured[run] for _, *measured in lines.values()):
+            alone = {name: [printed, measured[run]] for name, (printed, *measured) in lines.items()}
+            chart = _line_chart(variable, alone, own, metric, [label])
             charts.append(replace(chart, title=f"{chart.title}, {label}", note=f"{label}. {chart.note}"))
     return charts
 
 
-def _line_chart(variable: str, lines: Lines, cells: Cells, metric: str, labels: Sequence[str]) -> Chart:
+def _line_chart(variable: str, lines: Columns, cells: Cells, metric: str, labels: Sequence[str]) -> Chart:
     series = []
-    num_seeds = {
-        (name, run): max(_num_seeds(cells[row], run) for _, row in points)
-        for name, points in lines.items()
-        for run in range(len(labels))
+    bands = {
+        (name, run)
+        for name, (_, *measured) in lines.items()
+        for run, points in enumerate(measured)
+        if any(_num_seeds(cells[row], run) > 1 for _, row in points)
     }
-    bands = {line for line, num in num_seeds.items() if num > 1}
     if len(bands) > MOST_BANDS:
         bands.clear()
-    for number, (name, points) in enumerate(lines.items()):
-        x = [value for value, _ in points]
-        printed = [cells[row]["published"] for _, row in points]
-        ran = [run for run in range(len(labels)) if num_seeds[name, run]]
-        if any(value is not None for value in printed):
+    for number, (name, (published, *measured)) in enumerate(lines.items()):
+        ran = [run for run, points in enumerate(measured) if points]
+        if published:
             series.append(Series(
-                name=f"{name}, published", x=x, y=printed, style="points", color=number, dash=0, marker="D",
+                name=f"{name}, published", x=[value for value, _ in published],
+                y=[cells[row]["published"] for _, row in published],
+                style="points", color=number, dash=0, marker="D",
                 group=_series_name(name, labels, ran[0]) if ran else "",
             ))  # fmt: skip
         for run in ran:
-            known = [(value, row) for value, row in points if _num_seeds(cells[row], run)]
-            y, low, high = _measured([cells[row] for _, row in known], run)
+            y, low, high = _measured([cells[row] for _, row in measured[run]], run)
             series.append(Series(
-                name=_series_name(name, labels, run), x=[value for value, _ in known], y=y,
+                name=_series_name(name, labels, run), x=[value for value, _ in measured[run]], y=y,
                 low=low if (name, run) in bands else None, high=high if (name, run) in bands else None,
                 style="line+points", color=number, dash=run if len(labels) > 1 else None,
             ))  # fmt: skip
-    values = [value for points in lines.values() for value, _ in points]
+    values = [value for one in series for value in one.x]
     is_wide = all(isinstance(value, int | float) and value > 0 for value in values) and max(values) >= 8 * min(values)
     ticks = sorted(set(values)) if all(isinstance(value, int | float) for value in values) else ()
     of_bands = ", with bands from the smallest to the largest seed" if bands else ""
-    published = " Diamonds: published." if any(one.marker == "D" for one in series) else ""
+    diamonds = " Diamonds: published." if any(one.marker == "D" for one in series) else ""
     what = "Lines" if len(lines) > 1 else next(iter(lines))  # one line has no legend
     return Chart(title=f"{metric} over {variable}", x_label=variable, y_label=metric, series=series, log_x=is_wide,
                  ticks=ticks if len(ticks) <= MOST_TICKS else (),
-                 note=f"{what}: measured means{of_bands}.{published}")  # fmt: skip
+                 note=f"{what}: measured means{of_bands}.{diamonds}")  # fmt: skip
 
 
 def _num_seeds(cell: Mapping[str, Any], run: int) -> int:

@@ -21,13 +21,14 @@ from ddpcore.storage.files import plain, shown
 def compare(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """One comparison per study, of the folders in ``paths``.
 
-    It has study, title, question, source, notes, metrics, charts (as in the study), configs (of each row), and
+    It has study, title, question, source, notes, metrics, charts (as in the study), and
 
     - runs, one per folder: name, scale, seeds, set, devices, commits, stand_ins and failures;
     - problems: a sentence for each damaged line of the results, and for each place where lines are missing;
+    - configs, one mapping per folder: row -> its config there;
     - curves, one mapping per folder: row -> :func:`ddpcore.experiments.metrics.curves_of` of each seed;
-    - lines, one per row and metric: row, about, config, metric, published (a number or None), and measured, one per
-      folder (see :func:`_spread`; None if the row was not run);
+    - lines, one per row and metric: row, about, config (of a folder of scale full without --set, if there is one),
+      metric, published (a number or None), and measured, one per folder (see :func:`_spread`; None: it was not run);
     - claims: text, source, predicate, on_published and verdicts (one per folder), each with word and reason.
 
     ValueError: a folder contains no study, or two folders of one study differ in a heading or in published numbers.
@@ -53,13 +54,11 @@ class _Folder(NamedTuple):
 
 def _compare_study(folders: Sequence[_Folder]) -> dict[str, Any]:
     first, manifest, *_ = folders[0]
-    rows: dict[str, Any] = {}
     published: dict[str, Any] = {}  # includes rows that were not run
     headings = ("title", "question", "source", "metrics")
     for path, other, *_ in folders:
         keys = [key for key in headings if other[key] != manifest[key]]
         unlike = [f"its {key} differs from the {key} of {shown(first)}" for key in keys]
-        rows |= {name: row for name, row in other["rows"].items() if name not in rows}
         numbers = {**other["published"], **{name: row["published"] for name, row in other["rows"].items()}}
         for name, values in numbers.items():
             if published.setdefault(name, values) != values:
@@ -67,11 +66,12 @@ def _compare_study(folders: Sequence[_Folder]) -> dict[str, Any]:
         if unlike:
             raise ValueError(f"{shown(path)}: {unlike[0]}: compare it separately")
     folders = _merged(folders)
+    rows = _rows(folders)
     results = [folder.results for folder in folders]
     return {
         **{key: manifest[key] for key in ("study", *headings)},
         "charts": _each_once(_charts_of(folder.manifest) for folder in folders),
-        "configs": {name: row["config"] for name, row in rows.items()},
+        "configs": [{name: row["config"] for name, row in (rows | one.manifest["rows"]).items()} for one in folders],
         "notes": _each_once(folder.manifest["notes"] for folder in folders),
         "runs": [_run(folder) for folder in folders],
         "curves": [_curves(rows, found) for found in results],
@@ -88,7 +88,8 @@ def _merged(folders: Sequence[_Folder]) -> list[_Folder]:
         path, manifest, results, problems = folder
         for place, (first, known, others, before) in enumerate(merged):
             shared = known["rows"].keys() & manifest["rows"].keys()
-            alike = all(known["rows"][row]["config"] == manifest["rows"][row]["config"] for row in shared)
+            pairs = [(known["rows"][row], manifest["rows"][row]) for row in shared]
+            alike = all(one[key] == two[key] for one, two in pairs for key in ("config", "ranks", "hosts", "kill_rank"))
             same = all(known[key] == manifest[key] for key in ("scale", "set"))
             if alike and same and others.keys().isdisjoint(results):
                 seeds = sorted({*known["seeds"], *manifest["seeds"]})
@@ -99,6 +100,15 @@ def _merged(folders: Sequence[_Folder]) -> list[_Folder]:
         else:
             merged.append(folder)
     return merged
+
+
+def _rows(folders: Sequence[_Folder]) -> dict[str, Any]:
+    """Each row as in the folder that is nearest to the published runs: of scale full, then without --set."""
+    rows: dict[str, Any] = dict.fromkeys(chain(*(folder.manifest["rows"] for folder in folders)))
+    nearest = sorted(folders, key=lambda one: (one.manifest["scale"] != "full", bool(one.manifest["set"])))
+    for folder in reversed(nearest):
+        rows |= folder.manifest["rows"]
+    return rows
 
 
 def _charts_of(manifest: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -34,10 +34,11 @@ class Sources:
     studies: list[Path] = field(default_factory=list)
     benches: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)  # the real paths of what was found
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read runs, studies and bench results. A folder that is neither may hold some of them one level below."""
+    """Read runs, studies and bench results, each once. A folder that is neither may hold some one level below."""
     found = Sources()
     for path in paths:
         _read(path, found, is_given=True)
@@ -51,6 +52,8 @@ def read_sources(paths: Sequence[Path]) -> Sources:
 def _read(path: Path, found: Sources, is_given: bool) -> bool:
     """Add what is there, or what is wrong with it. False: a folder inside of a given one holds nothing."""
     try:
+        if (real := os.path.realpath(path)) in found.seen:
+            return True
         if path.is_file():
             found.benches[str(path)] = read_bench(path)
         elif not path.is_dir():
@@ -67,6 +70,7 @@ def _read(path: Path, found: Sources, is_given: bool) -> bool:
             if not any(held):
                 what = f"neither a run ({RECORD}) nor a study ({MANIFEST})"
                 raise ValueError(f"{shown(path)} holds {what}: name another folder")
+        found.seen.add(real)
     except ValueError as error:
         found.problems.append(plain(str(error)))
     except OSError as error:

@@ -83,6 +83,11 @@ def test_impossible_batches(arguments: tuple[int, ...], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_sizes_need_a_multiple_of_the_learners() -> None:
+    with pytest.raises(ValueError, match="21 is not a multiple of 4 learners, which sizes need, too: take 20"):
+        ShardedBatches(100, 21, 4, sizes=(6, 5, 5, 5))
+
+
 def test_what_an_error_says_to_take_is_accepted() -> None:
     refused = 0
     for samples, learners in [(1, 1), (11, 4), (11, 11), (14, 6), (30, 7)]:

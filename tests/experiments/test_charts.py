@@ -16,8 +16,8 @@ from ddpcore.experiments.compare import compare
 
 SEEDS = [{"step": [0, 10], "effective_lr": [1.0, seed], "loss": [2.0, 1.0], "noise": [0.1, 0.2]} for seed in range(6)]
 COMPARISON: dict[str, Any] = {
-    "title": "A study", "metrics": ["error_pct"], "charts": [],
-    "lines": [{"row": "a", "metric": "error_pct", "published": 3.0, "measured": [
+    "title": "A study", "metrics": ["error_pct"], "charts": [], "configs": [{"a": {}}],
+    "lines": [{"row": "a", "metric": "error_pct", "published": 3.0, "config": {}, "measured": [
         {"num_seeds": 6, "mean": 2.0, "min": 1.0, "max": 4.0}]}],
     "curves": [{"a": SEEDS}],
 }  # fmt: skip
@@ -106,7 +106,7 @@ def test_charts_of_a_study() -> None:
 
 def comparison_of(lines: Sequence[dict[str, Any]], *specs: dict[str, Any]) -> dict[str, Any]:
     """Of lines with their configs, for charts of these specs."""
-    configs = {line["row"]: line["config"] for line in lines}
+    configs = [{line["row"]: line["config"] for line in lines}] * len(lines[0]["measured"])
     return {"metrics": ["m"], "lines": lines, "configs": configs, "charts": specs}
 
 
@@ -196,6 +196,29 @@ def test_more_lines_than_colours_of_two_runs() -> None:
         assert len({(color_of(series, 0), dash_of(series, 0)) for series in measured}) == 7
     (only,) = charts(7, [None, 2.0])
     assert only.title.endswith(", full"), "a run without a number has no chart"
+
+
+def test_each_run_is_drawn_at_its_own_settings() -> None:
+    """Also on another line. A number that is on no line is in the list."""
+
+    def charts(spec: dict[str, Any], *configs: dict[str, Any], published: float | None = 5.0) -> list[Chart]:
+        measured = [{"num_seeds": 1, "mean": 1.0 * run, "min": 0.0, "max": 9.0} for run in range(len(configs))]
+        line = {"row": "a", "metric": "m", "published": published, "config": configs[0], "measured": measured}
+        comparison = comparison_of([line], spec) | {"configs": [{"a": config} for config in configs]}
+        return study_charts(comparison, ["cpu", "full"])
+
+    def drawn(chart: Chart) -> dict[str, tuple[list[Any], list[Any]]]:
+        return {series.name: (list(series.x), list(series.y)) for series in chart.series}
+
+    configs: list[dict[str, Any]] = [{"size": 40, "rule": "sgd"}, {"size": 100, "rule": "lamb"}]
+    (chart,) = charts({"x": "size", "lines": {"all": ["*"]}}, *configs)
+    assert drawn(chart) == {"all, published": ([40], [5]), "all, cpu": ([40], [0]), "all, full": ([100], [1])}
+    assert chart.ticks == [40, 100]
+    (chart,) = charts({"x": "size", "by": "rule"}, *configs, published=None)
+    assert drawn(chart) == {"sgd, cpu": ([40], [0]), "lamb, full": ([100], [1])}
+    chart, rest = charts({"x": "size", "lines": {"all": ["*"]}}, {}, configs[1])
+    assert drawn(chart) == {"all, full": ([100], [1])}
+    assert drawn(rest) == {"published": (["a"], [5]), "cpu": (["a"], [0]), "full": (["a"], [1])}
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

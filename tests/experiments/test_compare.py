@@ -151,6 +151,22 @@ def test_each_folder_has_its_own_ranks(folder: Folder, tmp_path: Path) -> None:
     assert verdicts_of(other, folder.path) == [[holds, void]]
 
 
+def test_other_ranks_keep_folders_apart(folder: Folder, tmp_path: Path) -> None:
+    """Their seeds in one column would have the verdict of the ranks of one of them, whichever is named first."""
+    crowd(folder.path, [CLAIM | {"a_core_per_rank": True}], ranks=4, cores=2)
+    other = Folder(shutil.copytree(folder.path, tmp_path / "other"))
+    manifest = json.loads((other.path / "manifest.json").read_text())
+    results = [line | {"seed": 1} for line in other.results().values()]
+    (other.path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
+    void, holds = ("void", "4 ranks shared 2 cores"), ("holds", "n=1")
+    assert verdicts_of(folder.path, other.path) == verdicts_of(other.path, folder.path) == [[void]]
+    for change, verdict in (({"ranks": 0}, holds), ({"hosts": 2}, holds), ({"kill_rank": 1}, void)):
+        rows = manifest["rows"] | {"b": manifest["rows"]["b"] | change}
+        (other.path / "manifest.json").write_text(json.dumps(manifest | {"rows": rows}))
+        assert verdicts_of(folder.path, other.path) == [[void, verdict]]
+        assert verdicts_of(other.path, folder.path) == [[verdict, void]]
+
+
 def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:
     other, picture = tmp_path / "other", tmp_path / "other.svg"
     assert main("run", tiny, "--out", other, "--rows", "ssgd", "--scale", "smoke", "--plot", picture)[0] == 0
@@ -161,6 +177,26 @@ def test_two_runs_of_one_study_are_compared(main: Main, tiny: Path, folder: Fold
     assert lines["ssgd"]["measured"][0] is None
     assert lines["ssgd"]["measured"][1]["num_seeds"] == 1
     assert [verdict["word"] for verdict in result["claims"][1]["verdicts"]] == ["not run", "holds"]
+
+
+def test_each_folder_has_its_own_configs(folder: Folder, tmp_path: Path) -> None:
+    """A published number has that of the scale full without --set, wherever it is named; rows keep their order."""
+    paths = []
+    for place, (scale, settings) in enumerate([("smoke", {}), ("full", {"optimizer.lr": 1.0}), ("full", {})]):
+        paths.append(shutil.copytree(folder.path, tmp_path / str(place)))
+        manifest = json.loads((paths[-1] / "manifest.json").read_text()) | {"scale": scale, "set": settings}
+        manifest.pop("checksum", None)
+        manifest["rows"]["b"]["config"]["optimizer"]["lr"] = 1.0 * place
+        if place:
+            manifest["rows"]["extra"] = manifest["rows"].pop("a")
+        (paths[-1] / "manifest.json").write_text(json.dumps(manifest))
+    for order, nearest in (([0, 1, 2], 2), ([2, 1, 0], 2), ([0, 1], 1), ([0], 0)):
+        (result,) = compare([paths[place] for place in order])
+        assert [configs["b"]["optimizer"]["lr"] for configs in result["configs"]] == order
+        (line,) = [line for line in result["lines"] if line["row"] == "b"]
+        assert line["config"]["optimizer"]["lr"] == nearest
+    (result,) = compare(paths)
+    assert [line["row"] for line in result["lines"]] == ["a", "b", "ssgd", "extra"]
 
 
 def test_notes_and_claims_of_all_folders_appear_once(main: Main, tiny: Path, folder: Folder, tmp_path: Path) -> None:

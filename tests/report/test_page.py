@@ -313,6 +313,21 @@ def test_seeds_are_one_group(make_run: Make) -> None:
     assert len(sections["Topologies"].charts) == 1, "one drawing of equal topologies"
 
 
+def test_what_is_named_twice_counts_once(make_run: Make, tmp_path: Path) -> None:
+    """By its own name, through a link and inside of a folder, which is read also after a folder that holds it."""
+    folders = [make_run(f"a{seed}", seed=seed) for seed in range(2)]
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"rows": []}))
+    link = tmp_path / "link"
+    link.symlink_to(folders[0])
+    twice = [bench, *folders, folders[0] / ".." / "a0", link, tmp_path, RESULTS, RESULTS, tmp_path / "." / "bench.json"]
+    sources = read_sources(twice)
+    assert ([run.label for run in sources.runs], len(sources.benches)) == (["a0", "a1"], 1)
+    assert len(sources.studies) == len(set(sources.studies)) and not sources.problems
+    inner = shutil.copytree(folders[0], tmp_path / "more" / "inner").parent
+    assert [run.label for run in read_sources([tmp_path, inner, inner]).runs] == ["a0", "a1", "inner"]
+
+
 def test_runs_that_diverged_or_have_no_number_do_not_count(make_run: Make) -> None:
     """The mean is that of the others, with their number where it is smaller than that of the runs."""
     folders = seeds_of(make_run)
