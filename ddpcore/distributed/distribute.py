@@ -75,6 +75,7 @@ def distribute(
     group = _group_of(learners, guards.group_of(group), connection, vectorize)
     if (shards := guards.shards_of(model, group, learners)) is not None:
         guards.check_shards(strategy, connection, scaler, on_nonfinite)
+        guards.check_codecs(strategy, shards, list(model.parameters()))
     settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:

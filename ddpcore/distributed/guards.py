@@ -22,6 +22,7 @@ from ddpcore.comm.groups import Fact
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import Shards, fsdp_parameters, is_dtensor, local, mesh_of, placements_of
 from ddpcore.strategies.base import Strategy
+from ddpcore.strategies.compression import Codec
 
 _WRAPPERS = {
     "DDP",  # the class that torch's replicate() adds to a module
@@ -298,6 +299,16 @@ def check_shards(strategy: Strategy, connection: Connection, scaler: object, on_
         raise ValueError("the scaler sees the shards of one rank alone: train shards in bfloat16, without scaler=")
     if on_nonfinite == "quarantine":
         raise ValueError("on_nonfinite is 'quarantine', which takes whole models: take 'skip'")
+
+
+def check_codecs(strategy: Strategy, shards: Shards, parameters: Sequence[Tensor]) -> None:
+    """ValueError: a codec, also of a strategy inside, would decode replicas of a parameter to different values."""
+    for part in vars(strategy).values():
+        if isinstance(part, Strategy):
+            check_codecs(part, shards, parameters)
+        elif isinstance(part, Codec) and not part.by_element and shards.has_unlike_rows(parameters):
+            why = "encodes chunks of a rank's row, so the replicas of a parameter beside other shards would differ"
+            raise ValueError(f"compression {part.name} {why}: take 'bf16', or none")
 
 
 # ---- steps of other optimizers and changes of modules, in any code of the process ----

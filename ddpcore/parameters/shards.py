@@ -83,6 +83,11 @@ class Shards:
         num = math.prod(int(mesh.size(dim)) for dim, placement in placements if placement.is_replicate())
         return num * (int(self.mesh.size()) // int(mesh.size()))
 
+    def has_unlike_rows(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether ranks that hold replicas of one parameter hold different shards of another."""
+        kinds = {(mesh_of(one), *(dim.is_replicate() for dim in placements_of(one))) for one in parameters}
+        return len(kinds) > 1 and any(self.replicas(one) > 1 for one in parameters)
+
     @property
     def place(self) -> tuple[int, int]:
         """The place of this rank among the ranks of the learner, and their number."""

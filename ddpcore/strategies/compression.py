@@ -21,6 +21,7 @@ class Codec(ABC):
     """Encodes rows of floating-point numbers as rows of bytes. Equal rows give equal bytes on every rank."""
 
     name: ClassVar[str]  #: as on the command line
+    by_element: ClassVar[bool] = False  #: whether the bytes of an element depend on it alone
     consensus_step: float = 1.0  #: gamma, 0..1: how far learners move towards the rows that they received
 
     @property
@@ -56,6 +57,7 @@ class BFloat16(RoundingCodec):
     """Half the bytes of fp32: the upper half of each element, rounded to nearest."""
 
     name: ClassVar[str] = "bf16"
+    by_element: ClassVar[bool] = True
 
     @override
     def encode(self, rows_LP: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class Learner:
         bounds = [bound for segment in flat.segments for bound in (segment.offset, segment.offset + segment.numel)]
         pairs = zip(weights_LP, average_LP, strict=True)
         # every second interval is padding
-        sums_LS = [ops.noise_sums([row], [*bounds, flat.numel], average)[::2] for row, average in pairs]
+        sums_LS = [ops.noise_sums([row], [*bounds, flat.numel], average)[::2, 0, 0] for row, average in pairs]
         return self.whole(torch.stack(sums_LS))
 
     def whole(self, sums_LS: Tensor) -> Tensor:

@@ -58,9 +58,10 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
         return None
     if isinstance(weights, str):
         assert counts_L is not None
-        all_n = learner.comm.gather(counts_L.to(learner.flat.param_LP.device), learner.step).cpu()
+        all_n = learner.comm.gather(_alike(counts_L.to(learner.flat.param_LP.device), learner), learner.step).cpu()
         if bad := [rank for rank, count in enumerate(all_n.tolist()) if not count >= 0]:
-            what = f"num_samples of learner {', '.join(map(str, bad))} was not set in each step, or is negative"
+            what = f"num_samples of learner {', '.join(map(str, bad))} was not set in each step, is negative,"
+            what += " or differs between the learner's ranks"
             advice = "before each backward pass set handle.num_samples to the samples of its loss"
             raise ValueError(f"{name}: {what}: {advice}, one for each learner here")
         weights = (all_n.square() if weights == "tokens" else all_n).tolist()
@@ -69,6 +70,14 @@ def shares_of(name: str, weights: Weights, learner: Learner, counts_L: Tensor | 
     if not bool(table.any(dim=1).all()):
         raise ValueError(f"{name}: all learners{' of a group' if size < num else ''} have 0 samples: skip the step")
     return None if bool((table == table[:, :1]).all()) else (table / table.mean(dim=1, keepdim=True)).view(-1)
+
+
+def _alike(counts_L: Tensor, learner: Learner) -> Tensor:
+    """The samples of learners; NaN where the ranks of a sharded learner set other numbers. Collective over them."""
+    if (shards := learner.flat.shards) is None:
+        return counts_L
+    mean_L, square_L = shards.add_(torch.stack([counts_L, counts_L.square()])) / int(shards.mesh.size())
+    return torch.where(square_L - mean_L.square() <= 1e-12 * square_L, counts_L, math.nan)
 
 
 def scale_(rows_LX: Tensor, shares_n: Tensor | None, learner: Learner) -> None:

@@ -160,6 +160,9 @@ REFUSED = {
     "other parameters": "holds a model with other parameters, as other.weight: load it into that model",
     "compressed": "holds compressed weights of 2 shards under way: load it on as many",
     "other options": "ranks do not train the same: strategy",
+    "codec": "compression int8 encodes chunks of a rank's row, so the replicas of a parameter",
+    "bf16": "nothing was refused",
+    "samples": "num_samples of learner 0 was not set in each step, is negative, or differs between the learner's ranks",
 }
 
 
@@ -183,6 +186,7 @@ def test_partial_sums_of_tensor_parallelism_are_gradients_of_whole_learners():
             assert max(ours["given"], theirs["given"]) <= TOLERANCE, case
             assert ours["weights"][0] == pytest.approx(theirs["weights"][learner], rel=0, abs=TOLERANCE), case
             assert ours["norms"][0] == pytest.approx(theirs["norms"][learner], rel=1e-5), case
+            assert ours["apart"] == pytest.approx(theirs["apart"], rel=1e-4, abs=TOLERANCE), case
             assert len(ours["records"]) == (0 if case[-1] == "accumulated" else 4)
             for record, other in zip(ours["records"], theirs["records"], strict=True):
                 assert record == pytest.approx(other, rel=1e-4), case

@@ -372,6 +372,17 @@ def refused(place: Place) -> dict[str, str]:
     except ValueError as error:
         texts["join"] = str(error)
     call("other options", sharded(net(), shard), ddpcore.LocalSGD(2 + place.shard), group=learners)
+    gossip = ddpcore.SlowMo(ddpcore.DPSGD(compression="int8"))
+    call("codec", sharded_sums.sequence_parallel(shard), gossip, group=learners)
+    call("bf16", sharded_sums.sequence_parallel(shard), ddpcore.DPSGD(compression="bf16"), group=learners)
+    model = sharded(net(), shard)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(weights="samples"), group=learners)
+    handle.num_samples = 8 if place.learner else 5 - 2 * place.shard
+    try:
+        model(place.batch(0)[0]).square().mean().backward()
+    except ValueError as error:
+        texts["samples"] = str(error)
     return texts
 
 

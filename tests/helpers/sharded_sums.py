@@ -88,6 +88,7 @@ def beside_virtual(place: Place, plan: str, strategy: str, optimizer: str, passe
         found[kind] = {
             "given": max(float((one - other).abs().max()) for one, other in zip(given, moved, strict=True)),
             "weights": [_own_weights(one) for one in handle.models],
+            "apart": handle.consensus_distance(),
             "norms": torch.stack(norms).view(STEPS, -1).T.tolist(),
             "records": [_numbers(one) for one in statistics.records] if statistics else [],
         }
