@@ -25,10 +25,11 @@ def comparison(scale: str = "full") -> dict[str, Any]:
         "commits": ["abc"], "stand_ins": ["4 processes of one machine, standing for 2 hosts"],
         "failures": [{"row": "b", "seed": 2, "error": "ValueError: x"}],
     }  # fmt: skip
-    line = {"about": "", "metric": "accuracy_pct", "published": 52.71}
+    line = {"about": "", "config": {}, "metric": "accuracy_pct", "published": 52.71}
     return {
         "study": "s", "title": "A title", "question": "Why?", "source": "Nobody, Table 1", "notes": ["A note."],
         "metrics": ["accuracy_pct"], "charts": [], "runs": [run], "curves": [{}],
+        "configs": [dict.fromkeys(("a", "one", "none", "failed"), {})],
         "lines": [
             {**line, "row": "a", "measured": [spread()]},
             {**line, "row": "one", "published": None, "measured": [spread(num_seeds=1, std=None, num_diverged=2)]},
