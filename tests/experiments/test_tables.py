@@ -29,7 +29,7 @@ def comparison(scale: str = "full") -> dict[str, Any]:
     return {
         "study": "s", "title": "A title", "question": "Why?", "source": "Nobody, Table 1", "notes": ["A note."],
         "metrics": ["accuracy_pct"], "charts": [], "runs": [run], "curves": [{}],
-        "configs": [dict.fromkeys(("a", "one", "none", "failed"), {})],
+        "configs": [{row: {} for row in ("a", "one", "none", "failed")}],
         "lines": [
             {**line, "row": "a", "measured": [spread()]},
             {**line, "row": "one", "published": None, "measured": [spread(num_seeds=1, std=None, num_diverged=2)]},
