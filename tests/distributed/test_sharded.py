@@ -160,7 +160,7 @@ REFUSED = {
     "other parameters": "holds a model with other parameters, as other.weight: load it into that model",
     "compressed": "holds compressed weights of 2 shards under way: load it on as many",
     "other options": "ranks do not train the same: strategy",
-    "codec": "compression int8 encodes chunks of a rank's row, so the replicas of a parameter",
+    "int8": "compression int8 encodes chunks of a rank's row, so the replicas of a parameter",
     "bf16": "nothing was refused",
     "samples": "num_samples of learner 0 was not set in each step, is negative, or differs between the learner's ranks",
 }
