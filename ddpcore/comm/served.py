@@ -222,7 +222,7 @@ _OF_PARENTS: list[_Row] = []
 def _leave(shared: _Row, thread: threading.Thread, pid: int) -> None:
     """Tell all others, and wait for the thread: one that wakes up while the interpreter ends aborts the process."""
     if os.getpid() != pid:
-        _OF_PARENTS.append(shared)  # a forked process has no thread, and would wait for those of the group to end
+        _OF_PARENTS.append(shared)  # its destructor would wait forever for threads that a forked process lacks
         return
     shared.leave()
     if threading.current_thread() is thread:  # the garbage collector runs in any thread

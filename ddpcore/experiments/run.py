@@ -151,7 +151,7 @@ def _kill_after_checkpoint(job: Job, done: threading.Event) -> None:
 
 
 def _time_left(left: int, processes: int = 1) -> OnProgress:
-    """A function that prints, after the first steps of a run but one, how long that run and the later ones take."""
+    """A function that prints, from the time of the first steps, how long this run and the later ones take."""
     begun: list[tuple[float, int]] = []
 
     def say(step: int, num_steps: int) -> None:

@@ -207,7 +207,7 @@ def check_tensors(name: str, params: Sequence[Tensor], grads: Sequence[Tensor], 
     if True in [grad.is_sparse for grad in grads]:
         raise RuntimeError(f"{name} needs dense gradients: use nn.Embedding(sparse=False), or another optimizer")
     if [(grad.dtype, grad.device) for grad in grads] != [(param.dtype, param.device) for param in params]:
-        raise RuntimeError(f"{name}: a gradient has not the dtype and device of its parameter: set no grad_dtype")
+        raise RuntimeError(f"{name}: a gradient has another dtype or device than its parameter: leave grad_dtype out")
     if any(map(_overlaps_itself, map(local, params))):
         raise RuntimeError(f"{name}: a parameter overlaps itself in memory: pass a clone of it")
     if not torch.compiler.is_compiling() and any(map(Tensor.is_neg, map(local, params))):  # torch resolves gradients

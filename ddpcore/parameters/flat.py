@@ -452,7 +452,7 @@ def _check_parameters(named: Sequence[tuple[str, Tensor]]) -> None:
             raise ValueError(f"parameter {name} is {parameter.dtype}: {takes}: {advice}")
         if getattr(parameter, "grad_dtype", parameter.dtype) not in (None, parameter.dtype):  # not in each torch
             what = f"parameter {name} is {parameter.dtype} and has grad_dtype {parameter.grad_dtype}"
-            raise ValueError(f"{what}: set none, because a flat buffer has gradients of one dtype with the weights")
+            raise ValueError(f"{what}: leave grad_dtype out: a flat buffer keeps gradients in the dtype of weights")
         if parameter.numel() and not parameter.data_ptr():
             raise ValueError(f"parameter {name} wraps other tensors ({type(parameter).__name__}): train a plain tensor")
         # Only where no element overlaps another one or a gap, torch gives a new tensor the same strides.

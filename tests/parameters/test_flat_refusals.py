@@ -79,7 +79,7 @@ def test_wrappers_of_tensors() -> None:
     refused(good(), wrapped, match=r"p1 wraps other tensors \(Wrapper\)")
     if hasattr(other := good(), "grad_dtype"):
         other.grad_dtype = torch.float64
-        refused(good(), other, match=r"p1 is torch\.float32 and has grad_dtype torch\.float64: set none")
+        refused(good(), other, match=r"p1 is torch\.float32 and has grad_dtype torch\.float64: leave grad_dtype out")
         other.grad_dtype = None
         FlatParameters([[("p0", good()), ("p1", other)]])
     model = nn.Linear(4, 4)
