@@ -153,6 +153,7 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
     for part in parts_of(loss):
         scaled = _scaled(part, scale)
         if shards is None:
+            _functions_of(scaled)
             found = torch.autograd.grad(scaled, parameters, allow_unused=True)
             reached |= _rows_of(learner, parameters, found)
             add_(views, found)
@@ -315,7 +316,7 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
 
     ValueError: a function of the program has no second derivative, which would be taken for zero.
     """
-    hooks, waiting, seen, cut = list[Any](), [outputs.grad_fn], set[Any](), list[str]()
+    cut = list[str]()
 
     def note(function: Any, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         # What a backward() returns is linear in what it gets, so it has a graph, too.
@@ -323,12 +324,7 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
         if function.backward.__code__ is _ONCE or (True in given_graphs and False in graphs):
             cut.append(function.__name__)
 
-    while waiting:
-        if (node := waiting.pop()) is not None and node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):  # of a program
-                hooks.append(node.register_hook(partial(note, type(node)._forward_cls)))
+    hooks = [node.register_hook(partial(note, type(node)._forward_cls)) for node in _functions_of(outputs)]
     gradients = torch.autograd.grad(outputs, parameters, factor, create_graph=True, allow_unused=True)
     for hook in hooks:
         hook.remove()
@@ -338,6 +334,20 @@ def slopes_of(outputs: Tensor, parameters: Sequence[Tensor], factor: Tensor) -> 
         advice = "let its backward() compute with torch alone, without once_differentiable, detach(), .data and numpy"
         raise ValueError(f"{cut[0]} of the model has no second derivative, which would be taken for zero: {advice}")
     return gradients
+
+
+def _functions_of(outputs: Tensor) -> list[Any]:
+    """The functions of a program in the graph of outputs. ValueError: one is a checkpoint that hides its weights."""
+    found, waiting, seen = list[Any](), [outputs.grad_fn], set[Any]()
+    while waiting:
+        if (node := waiting.pop()) is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                found.append(node)
+    if any(type(node)._forward_cls.__name__ == "CheckpointFunction" for node in found):
+        raise ValueError("a checkpoint hides its weights from torch.autograd.grad(): pass use_reentrant=False to it")
+    return found
 
 
 _ONCE = once_differentiable(lambda *_: None).__code__

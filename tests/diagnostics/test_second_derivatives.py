@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ddpcore
-from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, flatness, landscape, random_plane
+from ddpcore.diagnostics import DataLoss, Hessian, HessianStatistics, NoiseStatistics, flatness, landscape, random_plane
 
 
 @pytest.mark.parametrize("make", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
@@ -95,6 +98,50 @@ def test_compiled_models_are_one_line() -> None:
     for call in (*calls, lambda: flatness(compiled, loss)):
         with pytest.raises(ValueError, match=r"compiled, and torch.compile differentiates once: let the loss call"):
             call()
+
+
+class Recomputed(nn.Module):
+    """Its first layer is a checkpoint whose backward pass is one inside another, and no input needs a gradient."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.use_reentrant = nn.Linear(6, 5), nn.Linear(5, 2), use_reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(self.first, inputs.requires_grad_(), use_reentrant=self.use_reentrant)
+        return self.second(hidden.tanh())
+
+
+def test_checkpoints_that_hide_their_weights_are_named() -> None:
+    """torch.autograd.grad() takes such weights for unused; a backward pass, and so the training, reaches them."""
+    torch.manual_seed(0)
+    inputs, refused = torch.randn(20, 6), pytest.raises(ValueError, match=r"hides its weights .* use_reentrant=False")
+    for use_reentrant, expected in ((True, refused), (False, nullcontext())):
+        model = Recomputed(use_reentrant)
+        loss = lambda model=model: model(inputs).square().mean()  # noqa: E731
+        data = DataLoss(model, F.mse_loss, [(inputs, torch.zeros(20, 2))])
+        for hessian in (Hessian(model, loss), Hessian(model, data), Hessian(model, data, gauss_newton=True)):
+            with expected:
+                assert hessian.product(torch.ones(hessian.numel))[:30].count_nonzero() == 30
+        with expected:
+            flatness(model, loss)
+        model = Recomputed(use_reentrant=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=2)
+
+        def full_loss(handle: Any = handle, use_reentrant: bool = use_reentrant) -> Tensor:
+            for one in handle.models:
+                one.use_reentrant = use_reentrant
+            losses = [one(inputs).square().mean() for one in handle.models]
+            for one in handle.models:
+                one.use_reentrant = False
+            return torch.stack(losses).sum()
+
+        NoiseStatistics(handle, optimizer, every=1, full_loss=full_loss)
+        for one in handle.models:
+            one(inputs).square().mean().backward()
+        with expected:
+            optimizer.step()
 
 
 class Filter(nn.Module):
