@@ -87,6 +87,7 @@ def test_operations_without_second_derivatives_are_named() -> None:
 
 def test_compiled_models_are_one_line() -> None:
     """In the Hessian and the Gauss-Newton matrix of one model, its flatness, and statistics of one or more learners."""
+    torch.compiler.reset()  # other tests compile nn.Linear, and above a number of times torch runs it uncompiled
     torch.manual_seed(0)
     model, inputs = nn.Linear(6, 3), torch.randn(20, 6)
     compiled = torch.compile(model, backend="aot_eager")
