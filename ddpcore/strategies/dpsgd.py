@@ -165,6 +165,7 @@ class DPSGD(GradientAverages):
         self._published = None if compression is None else Published(compression)
         self._under_way: list[_Pending] = []  # oldest first
         self._begun = False  # whether before_forward ran in this step
+        self._loads: int | None = None  # of trained parameters, when it ran; None: a state had the weights
         self._remainder_LP: Tensor | None = None  # the rounding error of 16-bit weights
         self._quarantined: set[int] | None = None  # until the next average; None if no learner ever is
 
@@ -210,9 +211,11 @@ class DPSGD(GradientAverages):
     def before_forward(self, learner: Learner) -> None:
         """Start the exchange of w(t), or combine, in the first forward pass of a step."""
         super().before_forward(learner)
-        if self._begun:
+        loads = sum(learner.loaded[key] for key in learner.flat.index)
+        is_begun = self._begun and (self.order != ORDERS[2] or self._loads in (None, loads))
+        self._begun, self._loads = True, loads  # a state that is loaded replaces what has been combined
+        if is_begun:
             return
-        self._begun = True
         if self._published is not None:
             rounds = [self.topology.round(0, rank, learner.comm.num_learners) for rank in learner.comm.learners]
             others = {source for plan in rounds for source in plan.sources}.difference(learner.comm.learners)
@@ -327,7 +330,7 @@ class DPSGD(GradientAverages):
             self._published.load_state_dict(state["published"])
         for pending in self._under_way:
             pending.exchange.abandon()
-        self._under_way, self._begun = [], state.get("combined", False)
+        self._under_way, self._begun, self._loads = [], state.get("combined", False), None
         self._reference_lr = state["reference_lr"]
         if self._quarantined is not None:
             self._quarantined = set(state["quarantined"] or ())

@@ -301,6 +301,31 @@ def test_combining_first_needs_a_forward_pass() -> None:
         optimizer.step()
 
 
+def test_weights_that_are_loaded_after_a_pass_without_a_step_are_combined() -> None:
+    """As where a loss is not finite: a rollback replaces what the pass has combined."""
+    rows: list[Tensor] = []
+    kept: list[dict[str, Tensor]] = []
+    for has_pass in (True, False):
+        torch.manual_seed(0)
+        model, inputs = nn.Linear(4, 2), torch.randn(6, N, 5, 4)
+        optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        handle = ddpcore.distribute(model, optimizer, DPSGD(Ring(), order=ORDERS[2]), learners=N)
+        for step in range(6):
+            optimizer.zero_grad()
+            if step == 3:
+                if has_pass:
+                    handle.model(inputs[step])
+                for one, state in zip(handle.models, kept, strict=True):
+                    one.load_state_dict(state)
+                continue
+            handle.backward(handle.model(inputs[step]).square().mean((1, 2)))
+            optimizer.step()
+            if step == 1:
+                kept = [{name: value.clone() for name, value in one.state_dict().items()} for one in handle.models]
+        rows.append(rows_of(handle, "weight"))
+    assert torch.equal(*rows)
+
+
 def test_top_k_needs_the_same_neighbours_all_the_time() -> None:
     model = nn.Linear(1, 1)
     strategy = DPSGD(RandomPair(), compression=TopK())
