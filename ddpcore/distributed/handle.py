@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ class Distributed:
     def clip_grad_norm_(self, max_norm: float) -> list[Tensor]:
         """Clip each learner's gradient to a norm, and return them. A learner without a pass takes its average first."""
         self._join_average()
-        norms: list[Any] = [torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) for model in self.models]
+        sharded = any(map(is_dtensor, self.models[0].parameters()))  # torch 2.11 scales no list of partial sums
+        clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=max_norm, foreach=False if sharded else None)
+        norms: list[Any] = [clip(model.parameters()) for model in self.models]
         return [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
 
     def _join_average(self) -> None:

@@ -186,6 +186,8 @@ class Muon(SavedOptimizer):
     def _make_adamw(self) -> None:
         groups = [{"params": group["params"]} for group in self.param_groups if group["rule"] == "adamw"]
         self._adamw = FusedAdamW(groups) if groups else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
 
     def _step_adamw(self, groups: list[Group]) -> None:
         """Step other parameters. Their optimizer has the same states, and the options of now."""
@@ -193,7 +195,8 @@ class Muon(SavedOptimizer):
             self._make_adamw()  # the program has changed param_groups
         if self._adamw is None:
             return
-        self._adamw.state = self.state
+        if self._adamw.state is not self.state:  # torch.compile of torch 2.11 cannot assign it
+            self._adamw.state = self.state
         for own, group in zip(self._adamw.param_groups, groups, strict=True):
             own["params"], own["lr"], own["weight_decay"] = group["params"], group["lr"], group["weight_decay"]
             own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]
