@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import ddpcore
 
@@ -421,3 +421,29 @@ def test_steps_and_states_in_inference_mode(make, inside):
                 optimizer.step()
         ends.append([p.detach() for model in handle.models for p in model.parameters()])
     assert all(map(torch.equal, *ends))
+
+
+class Heads(nn.Module):
+    """Two outputs, of which a task uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(inputs), self.other(inputs)
+
+
+def test_an_output_in_no_loss_has_gradients_of_zero() -> None:
+    """So its layers step. With each of ``handle.models``, as on a rank, they have none."""
+    for joint in (True, False):
+        torch.manual_seed(0)
+        model = Heads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+        handle = ddpcore.distribute(model, optimizer, ddpcore.LocalSGD(9), learners=2)
+        inputs, before = torch.randn(2, 4, 3), handle.models[0].other.weight.detach().clone()
+        each = [own(x) for own, x in zip(handle.models, inputs, strict=True)]
+        outputs = list(zip(*handle.model(inputs), strict=True)) if joint else each
+        handle.backward([both[task].square().mean() for task, both in enumerate(outputs)])
+        optimizer.step()
+        assert torch.equal(handle.models[0].other.weight, before) != joint
