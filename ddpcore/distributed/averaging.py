@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ddpcore.comm.base import Communicator
 from ddpcore.parameters.copies import copy_of, overwrite
-from ddpcore.parameters.shards import local
+from ddpcore.parameters.shards import is_dtensor, local
 from ddpcore.strategies.learner import Learner
 
 POWER_STEPS = 100  # from averaged vectors, which are near the vectors of the averaged weights
@@ -93,7 +93,8 @@ class AveragedShards(nn.Module):
         if batch_norm != "local":
             check_shared(learner.gather([digest(self.named_buffers())]))
             average_buffers(dict(self.named_buffers()), learner.models, learner.average_of)
-            for buffer in filter(has_average, self.buffers()):  # each rank of a learner has seen its own samples
+            for buffer in (one for one in self.buffers() if has_average(one) and not is_dtensor(one)):
+                # each rank of a learner has seen its own samples
                 buffer.copy_(flat.shards.add_(buffer.clone()).div_(int(flat.shards.mesh.size())))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +182,7 @@ def average_buffers(copies: Mapping[str, Tensor], models: Sequence[nn.Module], a
     """Overwrite copies of floating-point and complex buffers with their average over all learners' models."""
     held = [averaged_buffers(model) for model in models]
     for name in held[0]:
-        overwrite(copies[name], _mean_of([one[name] for one in held], average))
+        overwrite(local(copies[name]), _mean_of([local(one[name]) for one in held], average))
 
 
 def _average_pruned(result: nn.Module, learner: Learner, weights: Mapping[int, Tensor]) -> None:

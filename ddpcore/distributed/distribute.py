@@ -25,7 +25,7 @@ from ddpcore.optim.base import FusedOptimizer
 from ddpcore.parameters.copies import copies_of, overwrite
 from ddpcore.parameters.flat import FlatParameters
 from ddpcore.parameters.learner_models import LearnerModels
-from ddpcore.parameters.shards import Shards, local
+from ddpcore.parameters.shards import Shards, fsdp_modules, local
 from ddpcore.strategies.base import Baseline, Strategy, check_deaths, check_group, check_on_nonfinite, check_transport
 from ddpcore.strategies.learner import Learner
 
@@ -275,6 +275,8 @@ def _check(
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
+    for module in fsdp_modules(model):
+        module.reshard()  # an evaluation before may have left gathered weights, which are no parameters
     guards.check_model(model)
     guards.check_optimizer(optimizer, learners)
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

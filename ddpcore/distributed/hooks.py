@@ -161,7 +161,7 @@ class HookedDistributed(Distributed):
         begin = self.learner.step + (not change.joined)
         self.deals = (*(deal for deal in self.deals if deal[0] < begin), (begin, change.members))
 
-    @torch.no_grad()
+    @outside_modes
     @override
     def _copy(self, batch_norm: str) -> nn.Module:
         self.strategy.restore_weights(self.learner)

@@ -221,7 +221,7 @@ class StateSync:
 
     def _buffers(self) -> list[Tensor]:
         """Views of the buffers that have an average; a complex number is two real ones, which the kernels can mix."""
-        averaged = [buffer for model in self._learner.models for buffer in averaged_buffers(model).values()]
+        averaged = [local(buffer) for model in self._learner.models for buffer in averaged_buffers(model).values()]
         return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in averaged]
 
 

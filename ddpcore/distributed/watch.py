@@ -162,7 +162,7 @@ class LoopWatch:
             self.check_parameters()
         if self._mode == "raise" or not self._has_buffers or self.num_passes:
             return
-        buffers = [list(model.buffers()) for model in self.learner.models]
+        buffers = [list(map(local, model.buffers())) for model in self.learner.models]
         if [list(map(_kind_of, own)) for own in self._kept] != [list(map(_kind_of, own)) for own in buffers]:
             self._kept = [[buffer.clone() for buffer in own] for own in buffers]
         for kept, own in zip(self._kept, buffers, strict=True):
@@ -453,7 +453,7 @@ class LoopWatch:
         held = {one: row for row, one in enumerate(learner.comm.learners)}
         for row in [held[event.learner] for event in found if event.learner in held]:
             if self._kept:
-                torch._foreach_copy_(list(learner.models[row].buffers()), self._kept[row])
+                torch._foreach_copy_(list(map(local, learner.models[row].buffers())), self._kept[row])
         if self._mode == "quarantine":
             self._strategy.quarantine({event.learner for event in found if event.learner is not None})
 
@@ -473,7 +473,9 @@ class LoopWatch:
         is_other = versions != list(map(_version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             what = "weights were changed between a forward pass and the next step, while neighbours read them"
-            advice = self.learner.advice("change them after a step, or evaluate under torch.no_grad()")
+            advice = self.learner.advice(
+                "change them after a step, evaluate under torch.no_grad(), or take order='adapt_then_combine'"
+            )
             raise RuntimeError(f"{what}: {advice}")
 
 

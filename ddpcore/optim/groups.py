@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from ddpcore.optim.checks import check_number
+from ddpcore.parameters.shards import fsdp_modules
 
 _MULTIPLIES = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -171,7 +172,15 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, str]]:
     """
     empty: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in (*model.parameters(), *model.buffers())}
     empty |= {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
-    bare = copy.deepcopy(model, empty)
+    sharded = {module: type(module) for module in fsdp_modules(model)}
+    empty |= {id(module._get_fsdp_state()): object() for module in sharded}  # they hold process groups
+    try:
+        for module, kind in sharded.items():
+            module.__class__ = kind.__bases__[1]  # FSDP2 forbids copies of its own
+        bare = copy.deepcopy(model, empty)
+    finally:
+        for module, kind in sharded.items():
+            module.__class__ = kind
     for module in bare.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()

@@ -38,6 +38,11 @@ def laid_out(parameter: Tensor, gradient: Any) -> Tensor:
     return part if wait is None else wait()
 
 
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 shards, or whose replicas it averages."""
+    return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+
+
 class Shards:
     """This rank's part of one learner, all of whose parameters are DTensors.
 
@@ -46,7 +51,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+        self._modules = fsdp_modules(model)
         self._owners = {id(owner.sharded_param): owner for module in self._modules for owner in fsdp_parameters(module)}
         self.mesh = max((mesh_of(one) for one in model.parameters()), key=lambda mesh: int(mesh.size()))
 
@@ -68,9 +73,8 @@ class Shards:
 
     def gradient(self, parameter: Any, view: Tensor) -> Any:
         """The DTensor of a parameter's layout that lies at a view."""
-        given = parameter.detach()
-        given._local_tensor = view
-        return given
+        layout = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+        return type(parameter).from_local(view, mesh_of(parameter), placements_of(parameter), **layout)
 
     def reshard(self) -> None:
         """Free the gathered weights, so that the next forward pass gathers them anew."""

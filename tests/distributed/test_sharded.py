@@ -178,6 +178,19 @@ def test_policies_average_the_momentum_of_shards(four):
     assert max(of_rank["momentum"] for of_rank in four) <= TOLERANCE
 
 
+def test_evaluations_and_changes_of_gradients_have_the_bits_of_plain_loops(four):
+    check_all(four, "around")
+
+
+def test_buffers_that_are_dtensors(four):
+    for rank, of_rank in enumerate(four):
+        found = of_rank["buffers"]
+        assert max(one["average"] for one in found.values()) <= TOLERANCE
+        assert found["policy"]["apart"] == 0
+        assert found["skip"].get("restored", 0) == 0
+        assert ("restored" in found["skip"]) == (rank >= 2)
+
+
 def test_partial_sums_of_tensor_parallelism_are_gradients_of_whole_learners():
     """Also where ranks of a learner hold replicas, which stay equal, in clipping and in statistics."""
     for rank, of_rank in enumerate(started("sums")):

@@ -24,7 +24,7 @@ import ddpcore
 from ddpcore import Connection, Policies
 from ddpcore.diagnostics import Hessian, NoiseStatistics
 from ddpcore.optim import FusedAdamW, FusedSGD
-from helpers import oracle, sharded_memory, sharded_sums
+from helpers import oracle, sharded_around, sharded_memory, sharded_sums
 from helpers.oracle import MAKERS
 from helpers.ranks import ROOT, join
 from helpers.sharded_averages import average_of_ties_and_teachers
@@ -430,6 +430,8 @@ def four(folder: Path) -> dict[str, Any]:
         "saved": saved_average(two, sys.argv[5], folder),
         "nonfinite": {case: nonfinite(two, *case) for case in skipped},
         "average": average_of_ties_and_teachers(two),
+        "around": {"evaluated": sharded_around.evaluated(two), "halved": sharded_around.halved(two)},
+        "buffers": {option: sharded_around.buffers(two, option) for option in ("plain", "skip", "policy")},
         "noise": {
             f"{name} {dynamic}": noise(two, name, dynamic=dynamic)
             for name in ("ssgd", "dpsgd")

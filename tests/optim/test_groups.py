@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
@@ -361,6 +365,22 @@ def test_heads_and_parts_are_one_option():
     assert "num_heads" not in optimizer.state_dict()["param_groups"][0]
     with pytest.raises(ValueError, match="a group has split= and num_heads=: give one"):
         Muon([{"params": [joint], "num_heads": 4, "split": 3}])
+
+
+def test_groups_are_those_of_a_whole_model_after_fully_shard(tmp_path: Path) -> None:
+    """FSDP2 forbids copies of its modules, and the forward pass of a copy is traced."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = HeadFirst()
+        expected, mesh = roles(model), init_device_mesh("cpu", (1,))
+        for name, part in [*model.named_children(), ("", model)]:
+            fully_shard(part, mesh=mesh)
+            assert roles(model) == expected, name
+            assert isinstance(part, FSDPModule), "the model has lost FSDP2's class"
+        assert roles(model) == expected
+        assert {role for role, _ in expected.values()} == {"muon", "adamw"}
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- the table ----
