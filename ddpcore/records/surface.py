@@ -140,12 +140,9 @@ def write_surface(path: Path, surface: Surface) -> None:
         import h5py  # noqa: PLC0415
     content = io.BytesIO()
     with h5py.File(content, "w") as file:
-        file["xcoordinates"], file["ycoordinates"], file["done"] = surface.x, surface.y, surface.done
-        for name, found in surface.values.items():
-            file[name] = found
-        file.attrs["about"], file.attrs["settings"] = surface.about, surface.settings
-        for name, point in surface.marks.items():
-            file.attrs[f"mark {name}"] = point
+        file.update({"xcoordinates": surface.x, "ycoordinates": surface.y, "done": surface.done, **surface.values})
+        file.attrs.update({"about": surface.about, "settings": surface.settings})
+        file.attrs.update({f"mark {name}": point for name, point in surface.marks.items()})
     replace_file(path, content.getvalue())
 
 
