@@ -6,6 +6,7 @@ only columns sum to one, the spectral radius of D is the modulus of W's second e
 eigenvalues but 1 sum to zero, because (1, ..., 1) W = (1, ..., 1).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -165,18 +166,13 @@ def is_symmetric(mixing: MixingMatrix) -> bool:
 
 def grid_eigenvalues(rows: Sequence[Vector]) -> npt.NDArray[np.complex128]:
     """All eigenvalues of the product of convolutions whose rows 0 are these grids. The first one is 1, of the mean."""
-    product = np.ones(rows[0].size, dtype=np.complex128)
-    for row in rows:
-        product *= np.fft.fftn(row).ravel()
-    return product
+    return math.prod((np.fft.fftn(row).ravel() for row in rows), start=np.ones(rows[0].size, dtype=np.complex128))
 
 
 def contraction(matrices: Sequence[MixingMatrix]) -> float:
     """The norm of D of the product W_{T-1} ... W_0, or its spectral radius if only columns sum to one."""
     balanced = all(map(is_doubly_stochastic, matrices))
-    product = np.eye(matrices[0].num_learners)
-    for mixing in matrices:
-        product = mixing.dense() @ product
+    product = reduce(lambda product, mixing: mixing.dense() @ product, matrices, np.eye(matrices[0].num_learners))
     deviation = product - 1 / len(product)
     return float(np.linalg.norm(deviation, 2) if balanced else abs(np.linalg.eigvals(deviation)).max())
 
