@@ -6,19 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, repeat
-from operator import attrgetter, is_
+from operator import is_
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.flat import FlatParameters, gradient_of, version_of
 from ddpcore.parameters.hooks import exclude_from_compilation
 
 _SAMPLE = 2  # parameters that are compared: the one whose gradient has just come tells nothing
 _ALIKE = 4  # steps: so many norms are equal by no accident
 _MOST = 64  # steps that are compared
-_gradient_of, _version_of = attrgetter("grad"), attrgetter("_version")
 _ONE_PASS = "no_sync() for all its backward passes but the last; checkpoints: use_reentrant=False"
 Noted = dict[int, tuple[weakref.ref[Tensor], int]]  # a gradient and its version, by its parameter's id
 
@@ -83,9 +82,9 @@ class ResetWatch:
         """Note the gradients of all."""
         if (flat := self._flat()) is None:
             return
-        grads = list(map(_gradient_of, flat.parameters))
+        grads = list(map(gradient_of, flat.parameters))
         if flat.grad_start is not None and all(map(is_, grads, flat.grad_views)):
-            self.noted, self._versions = {}, list(map(_version_of, grads))
+            self.noted, self._versions = {}, list(map(version_of, grads))
         else:
             pairs = zip(flat.index, grads, strict=True)
             self.noted |= {key: (weakref.ref(grad), grad._version) for key, grad in pairs if grad is not None}
@@ -96,9 +95,9 @@ class ResetWatch:
         self.noted, self._versions = {}, []
         if not noted and not versions:
             return False
-        grads = list(map(_gradient_of, flat.parameters))
+        grads = list(map(gradient_of, flat.parameters))
         if versions:
-            if not noted and all(map(is_, grads, flat.grad_views)) and list(map(_version_of, grads)) == versions:
+            if not noted and all(map(is_, grads, flat.grad_views)) and list(map(version_of, grads)) == versions:
                 return False
             views = zip(flat.index, map(weakref.ref, flat.grad_views), versions, strict=True)
             noted = {key: (ref, version) for key, ref, version in views} | noted
@@ -159,7 +158,7 @@ def _changed(flat: FlatParameters, grads: Sequence[Tensor | None], noted: Noted)
         if (grad := grads[index]) is None or grad is not ref():
             found.append(index)
         else:
-            (kept if _version_of(grad) == version else written).append(index)
+            (kept if version_of(grad) == version else written).append(index)
     if not written:
         return found
 

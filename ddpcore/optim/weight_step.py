@@ -7,7 +7,7 @@ the other. Both ways give the same bits.
 
 from collections.abc import Sequence
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -17,9 +17,7 @@ from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
 from ddpcore.ops.library import KERNEL_DTYPES, wide
 from ddpcore.optim.checks import Group, is_rounded
-from ddpcore.parameters.flat import LARGE, FlatParameters, Segment
-
-_gradient_of = attrgetter("grad")
+from ddpcore.parameters.flat import LARGE, FlatParameters, Segment, gradient_of
 
 
 class WeightStep:
@@ -81,15 +79,12 @@ class WeightStep:
         own = self.flat.own_grads(LARGE)
         self.flat.gather_grads(left=own)
         self._ready.clear()
-        rest = []
         names_of = [self._column_states(group) for group in groups]
         self._divide_steps(groups, names_of)
         for group, names in zip(groups, names_of, strict=True):
-            if names is None:
-                rest.append(group)
-            else:
+            if names is not None:
                 self._step_columns(group, names, own)
-        if rest:
+        if rest := [group for group, names in zip(groups, names_of, strict=True) if names is None]:
             self._optimizer.step_lists(rest)
 
     def _is_scaled(self) -> bool:
@@ -111,7 +106,7 @@ class WeightStep:
             return None
         if is_rounded(group):  # random numbers are numbered by parameter, not by the place in the row
             return None
-        if any(map(is_, map(_gradient_of, params), repeat(None))) or not self._covers_all_learners(params):
+        if any(map(is_, map(gradient_of, params), repeat(None))) or not self._covers_all_learners(params):
             return None
         names: tuple[str, ...] = optimizer.state_names(group)
         if not names:

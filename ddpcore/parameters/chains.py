@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.flat import FlatParameters, version_of
 from ddpcore.parameters.hooks import own_hooks
 
-_version_of = attrgetter("_version")
 ALIGNED = 64  # bytes, at which torch begins the memory of a tensor
 _BY_ELEMENT = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Identity, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid)
 _SAME_BITS = _BY_ELEMENT[:4]  # others compute the last elements of a tensor with other bits
@@ -35,7 +34,7 @@ class Pass:
         self.flat, self.rows, self.parameters, self.token = flat, rows, parameters, token
         self._task, self._accumulates, self._lent = -1, False, dict[int, Tensor]()
         self._all, self._num = flat.parameters, len(flat.segments)
-        self._versions = list(map(_version_of, self._all))
+        self._versions = list(map(version_of, self._all))
 
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to ``.grad``, and needs no graph."""
@@ -53,7 +52,7 @@ class Pass:
         The graph saves one tensor of all learners' weights, but an in-place change raises only a parameter's version.
         """
         own = slice(None) if place is None else slice(place, None, self._num)
-        if self._versions[own] != list(map(_version_of, self._all[own])):
+        if self._versions[own] != list(map(version_of, self._all[own])):
             torch.autograd.graph.increment_version(self.flat.param_LP)
 
     def rooms(self, places: Sequence[int | None]) -> Sequence[Tensor | None]:

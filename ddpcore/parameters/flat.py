@@ -25,7 +25,7 @@ MiB = 2**20
 _NOBODY = 0, -1
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 _OF_GRADIENTS = ("grad_LP", "grad_views", "grad_pointers", "_grad_stacks")  # attributes that need the buffer
-_gradient_of, _is_trained = attrgetter("grad"), attrgetter("requires_grad")
+gradient_of, is_trained, version_of = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _Layout = tuple[torch.Size, tuple[int, ...]]  # shape and strides
 _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight buffer, its views, their addresses
 
@@ -127,8 +127,7 @@ class FlatParameters:
 
     def offsets_of(self, parameters: Sequence[Tensor]) -> list[int]:
         """The index in its row of the first element of each of these parameters."""
-        num = len(self.segments)
-        return [self.segments[self.index[id(parameter)] % num].offset for parameter in parameters]
+        return [self.segments[self.index[id(parameter)] % len(self.segments)].offset for parameter in parameters]
 
     def average_(self, average: WeightAverage) -> None:
         """Average the rows. If the average has another output row, the parameters become views of that row."""
@@ -159,7 +158,7 @@ class FlatParameters:
         A missing one stays None, and its part of ``grad_LP`` is zero. Parts with an index in ``left`` are undefined.
         Collective over a learner whose gradients are laid out in another way than their parameters.
         """
-        if all(map(is_, map(_gradient_of, self.parameters), self.grad_views)):
+        if all(map(is_, map(gradient_of, self.parameters), self.grad_views)):
             return True
         places, missing = list[int](), list[int]()
         for index, (parameter, view) in enumerate(zip(self.parameters, self.grad_views, strict=True)):
@@ -199,7 +198,7 @@ class FlatParameters:
         is_lent = self._is_lent_to(one)
         if not is_lent and self._lent_to != _NOBODY:
             return False
-        gradients = list(map(_gradient_of, parameters))
+        gradients = list(map(gradient_of, parameters))
         is_new = all(map(is_, gradients, repeat(None)))
         if not is_new and (is_lent or not all(map(is_, gradients, self.grad_views))):
             return False
@@ -224,7 +223,7 @@ class FlatParameters:
         """Whether gradients may go to ``grad_LP`` without autograd. What the program keeps of them is moved first."""
         if is_new:
             self._detach_kept_grads(range(len(self.parameters)))
-        if self._hooks.may_act(self.parameters) or not all(map(_is_trained, self.parameters)):
+        if self._hooks.may_act(self.parameters) or not all(map(is_trained, self.parameters)):
             return False
         return self.has_grads_in_place()
 
@@ -233,7 +232,7 @@ class FlatParameters:
 
         They are lent while no parameter has a gradient and :meth:`add_gradients` would copy the results; else empty.
         """
-        if self._lent_to != _NOBODY or not all(map(is_, map(_gradient_of, self.parameters), repeat(None))):
+        if self._lent_to != _NOBODY or not all(map(is_, map(gradient_of, self.parameters), repeat(None))):
             return {}
         if not self._may_write(True):
             return {}
@@ -280,7 +279,7 @@ class FlatParameters:
         large = [(place, segment) for place, segment in enumerate(self.segments) if segment.numel >= min_numel]
         if not large or self.shards is not None:
             return {}
-        num, gradients = len(self.segments), list(map(_gradient_of, self.parameters))
+        num, gradients = len(self.segments), list(map(gradient_of, self.parameters))
         return {
             index: gradient.as_strided((segment.numel,), (1,))
             for place, segment in large

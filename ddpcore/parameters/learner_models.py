@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +17,11 @@ from typing_extensions import override
 
 from ddpcore.parameters.chains import Layer, Pass, is_aligned, run_chain
 from ddpcore.parameters.copies import overwrite
-from ddpcore.parameters.flat import FlatParameters
+from ddpcore.parameters.flat import FlatParameters, is_trained
 from ddpcore.parameters.hooks import exclude_from_compilation, is_traced, own_hooks, refuse_compiled_autograd
 from ddpcore.parameters.vmap_rules import VmapRules, choice_by_shape
 
 _PLAIN = (str, bytes, int, float, type(None))
-_is_trained = attrgetter("requires_grad")
 _set_versions = torch._C._autograd._unsafe_set_version_counter  # torch's own FSDP2 takes it, too
 
 
@@ -150,7 +148,7 @@ class LearnerModels(nn.Module):
         num, parameters = len(flat.segments), flat.parameters
         if len(rows) < flat.num_rows:
             parameters = parameters[rows.start * num : rows.stop * num]
-        one = Pass(flat, rows, parameters, self._token if all(map(_is_trained, flat.parameters)) else None)
+        one = Pass(flat, rows, parameters, self._token if all(map(is_trained, flat.parameters)) else None)
         return one, _apply_rows(one.token, one, *parameters)
 
     def _together(self, inputs: Any, named_inputs: Any) -> Any:
