@@ -3,8 +3,8 @@
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +188,14 @@ class NoSync:
         """A context inside in which the handle averages."""
         return nullcontext() if (handle := self._handle()) is None else handle.sync()
 
-    def __reduce__(self) -> tuple[Callable[[], type], tuple[()]]:
-        return _nothing, ()
+    def __reduce__(self) -> tuple[type[partial[Any]], tuple[type[nullcontext[None]]]]:
+        return partial, (nullcontext,)
 
 
 def _averaging(model: nn.Module) -> AbstractContextManager[None]:
     """``Accelerator.trigger_sync_in_backward``, which knows DDP only."""
     own = getattr(model, "no_sync", None)
     return own.sync() if isinstance(own, NoSync) else Accelerator.trigger_sync_in_backward(model)
-
-
-def _nothing() -> type[AbstractContextManager[None]]:
-    return nullcontext
 
 
 def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
