@@ -165,10 +165,8 @@ class Muon(SavedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. Returns the result of ``closure``, or None. Collective if there is a ``process_group``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self.note_capture()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         check_tensors("Muon", params, [param.grad for param in params if param.grad is not None], self.state)
