@@ -91,10 +91,8 @@ class MixedCommunicator(ProcessGroupCommunicator):
     def exchange(self, weights_LP: Tensor, topology: Topology, step: int, *, in_place: bool = False) -> Exchange:
         with self.report_failures_to_host():
             from_far = super().exchange(weights_LP, _Edges(topology, self._hosts, inside=False), step)
-        inside = _Edges(topology, self._hosts, inside=True)
-        from_near = self._near.exchange(weights_LP, inside, step, in_place=in_place)
-        round_ = topology.round(step, self.rank, self.num_learners)
-        return _MixedExchange(self, round_, from_near, from_far)
+        from_near = self._near.exchange(weights_LP, _Edges(topology, self._hosts, inside=True), step, in_place=in_place)
+        return _MixedExchange(self, topology.round(step, self.rank, self.num_learners), from_near, from_far)
 
     @contextmanager
     def report_failures_to_host(self) -> Iterator[None]:

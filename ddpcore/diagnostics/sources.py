@@ -117,7 +117,6 @@ class LearnerStatistics(Source):
             self._random = RandomState(device)
 
     def _forget(self) -> None:
-        """Forget the passes of this step."""
         self._num_passes, self._own, self._mean, self._random, self._left_LP = 0, None, None, None, None
         self._copies.close()
 

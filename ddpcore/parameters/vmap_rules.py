@@ -31,7 +31,6 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _VALUES = (bool, int, float, str, torch.Size)
 _own_members = itemgetter("_modules", "_parameters")  # of the attributes of a module
-_values_of = methodcaller("values")
 
 
 def choice_by_shape(flat: FlatParameters) -> tuple[bool, str]:
@@ -189,7 +188,7 @@ class VmapRules:
 
 def _members_of(attributes: Iterable[dict[str, Any]]) -> list[Any]:
     """The modules and parameters that are in the modules with these attributes."""
-    return list(chain.from_iterable(map(_values_of, chain.from_iterable(map(_own_members, attributes)))))
+    return list(chain.from_iterable(map(methodcaller("values"), chain.from_iterable(map(_own_members, attributes)))))
 
 
 def _have_views(modules: Iterable[nn.Module]) -> bool:

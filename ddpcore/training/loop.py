@@ -232,8 +232,7 @@ class Loop:
                 self._write_rows(num_found, self._changes())
                 if self.writer is not None:
                     reached = "" if progress.accuracy is None else f", last evaluated {100 * progress.accuracy:.2f} %"
-                    epoch = 1 + self.batches.epoch(step - 1)
-                    self.writer.advance(step, f"epoch {epoch}, loss {loss:.4f}{reached}")
+                    self.writer.advance(step, f"epoch {1 + self.batches.epoch(step - 1)}, loss {loss:.4f}{reached}")
                 if self.steps is not None:
                     self.steps.flush()
                     self.steps.resume()

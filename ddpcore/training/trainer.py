@@ -224,9 +224,8 @@ class Trainer:
             yield losses.detach()
 
     def _batch(self, indices_LB: Tensor) -> tuple[Tensor, Tensor]:
-        return self.dataset.train.batch(
-            indices_LB if self.stacked else indices_LB[0], self._dealt().epoch(self.num_steps)
-        )
+        indices = indices_LB if self.stacked else indices_LB[0]
+        return self.dataset.train.batch(indices, self._dealt().epoch(self.num_steps))
 
     def _dealt(self) -> ShardedBatches | ResharedBatches:
         """The batches, as the learners that are left share them."""
