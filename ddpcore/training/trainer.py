@@ -315,9 +315,7 @@ class Trainer:
         dealt = self._dealt()
         for step in range(max(0, self.num_steps - num_batches), self.num_steps):
             if isinstance(dealt, ResharedBatches):
-                there = dealt.members(
-                    step
-                )  # a learner that joined later takes the samples of another, so that it has some
+                there = dealt.members(step)  # one that joined later takes samples of another, so that it has some
                 rows = [dealt.indices(step, one if one in there else there[one % len(there)]) for one in self.learners]
                 indices = torch.cat(rows)
             else:
