@@ -437,7 +437,7 @@ class _ForwardHook(Hook):
     """
 
     def __init__(self, handle: HookedDistributed) -> None:
-        reason = "ddpcore calls a strategy in the forward pass: compile first, then distribute()"
+        reason = "ddpcore calls a strategy in the forward pass: call torch.compile(model), then distribute()"
         exclude_from_compilation(_ForwardHook, "__call__", reason=reason)
         exclude_from_compilation(_LeaveHook, "__call__", reason=reason)
         super().__init__(handle)

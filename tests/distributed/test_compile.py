@@ -25,7 +25,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager", fullgraph=True)
+    """Torch 2.14 compiles the hooks of a model, too, and breaks the graph at each of ours."""
+    model.compile(backend="eager", fullgraph=torch.__version__ < "2.14")
     return model
 
 
@@ -60,7 +61,7 @@ def test_compile_first(order: str, compiled: Any) -> None:
 def test_whole_graphs_after_distribute_are_refused() -> None:
     model = nn.Linear(4, 2)
     ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), ddpcore.SSGD())
-    with pytest.raises(RuntimeError, match=r"compile first, then distribute\(\)"):
+    with pytest.raises(RuntimeError, match=r"call torch.compile\(model\), then distribute\(\)"):
         wrapped(model)(torch.zeros(1, 4))
 
 
