@@ -147,6 +147,17 @@ def test_codecs_of_weights_take_the_redrawn_topology() -> None:
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
 
 
+def test_the_share_of_an_average_stays_when_the_topology_is_redrawn() -> None:
+    """And one topology is kept, not one for each step."""
+    for topology in (ddpcore.Ring(), ddpcore.Hypercube(), ddpcore.Torus2D(), ddpcore.Hierarchical(2)):
+        handle, found = averaged(ddpcore.DPSGD(topology, consensus=lambda _: 0.1), num_steps=3)
+        expected = torch.tensor(LEFT_OF_8, dtype=torch.float64)
+        for _ in range(3):
+            expected = 0.9 * expected + 0.1 * RING_OF_7 @ expected
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        assert len(handle.comm.membership._known) == 1
+
+
 def test_ranks_that_cannot_share_memory_take_the_process_group_unless_they_asked_for_memory() -> None:
     for found in ranks.run("unreachable_ranks", 3):
         assert found["auto"].startswith("torch.distributed, gloo")
