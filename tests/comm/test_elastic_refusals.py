@@ -123,7 +123,7 @@ def test_redrawn_topologies_are_doubly_stochastic(topology: Any, num: int, expec
 
 
 def averaged(strategy: Any, num_steps: int = 2) -> tuple[Any, torch.Tensor]:
-    """The handle of eight learners with weights of their numbers, of which 5 dies; and a weight of each that is left."""
+    """The handle of eight learners with weights of their numbers, of which 5 dies; a weight of each that is left."""
     handle = start(strategy, learners=8, on_failure="shrink")
     handle.learner.optimizer.param_groups[0]["lr"] = 0.0
     for row, one in enumerate(handle.models):

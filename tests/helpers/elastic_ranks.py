@@ -64,7 +64,12 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
-POLICIES = {"awc_ring": ddpcore.Policies(momentum="gossip"), "atc": ddpcore.Policies(momentum="average")}
+POLICIES = {
+    "awc_ring": ddpcore.Policies(momentum="gossip"),
+    "atc": ddpcore.Policies(momentum="average"),
+    # Ranks gather digests of buffers while an exchange is in progress.
+    **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),
+}
 OPTIONS = {"awc_nan": {"on_nonfinite": "quarantine"}}  # in the sixth step, learner 3 has no number
 OPTIMIZERS = {"awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)}}  # it needs the count of its steps
 
@@ -118,7 +123,9 @@ class ElasticRun(SmallRun):
         super().__init__(
             STRATEGIES[trial.strategy],
             trial.world_size if group is not None else self._rows,
-            replace(Scenario(), batch_norm=trial.strategy == "slowmo", **OPTIMIZERS.get(trial.strategy, {})),
+            replace(
+                Scenario(), batch_norm=trial.strategy in ("slowmo", "awc_nan"), **OPTIMIZERS.get(trial.strategy, {})
+            ),
             group=group,
             connection=Connection(on_failure="shrink", transport=transport),
             policies=POLICIES.get(trial.strategy),
@@ -235,7 +242,9 @@ STRATEGY_NAMES = tuple(STRATEGIES)
 
 def first_operation(strategy: str) -> int:
     """An operation in the middle of a run, in which nothing is set up any more. SSGD has several buckets a step."""
-    return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9}.get(strategy, 6)
+    return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9, "awc_nan": 10, "stale": 7}.get(
+        strategy, 6
+    )
 
 
 NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan")]
@@ -254,7 +263,7 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
     Trial("atc", 5, ((0, 9, False), (4, 11, True)), "pg"),
     Trial("awc", 3, ((1, 8, False), (2, 9, False)), "pg"),
 ]
-TRIALS += [Trial("awc_nan", 4, ((0, 6, False),), transport) for transport in ("shm", "pg")]
+TRIALS += [Trial("awc_nan", 4, ((0, first_operation("awc_nan"), False),), transport) for transport in ("shm", "pg")]
 
 JOINS = [
     *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "diloco", "slowmo", "push_sum3")),
