@@ -226,7 +226,7 @@ class Communicator(ABC):
 
     Attributes:
         num_learners: n.
-        learners: the learners whose rows this process holds, ascending.
+        learners: the learners whose rows this process holds, ascending: their places among ``members``.
         bytes_sent: bytes that one learner has sent: its weights to each neighbour, and its part of each average.
         transport: ``virtual``, ``shm``, ``ipc``, ``pg``, ``mixed``, ``grid`` (virtual on ranks), ``link`` (emulated).
         description: the transport, as text for people.
@@ -239,6 +239,16 @@ class Communicator(ABC):
     transport: str = "pg"
     bytes_sent: int = 0
     description: str
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ids of all learners, in the order in which :meth:`gather` returns their values."""
+        return range(self.num_learners) if self.membership is None else self.membership.members
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The ids of the learners held here, by row. They stay when others die; ``learners`` are places among those."""
+        return self.learners if self.member is None else (self.member,)
 
     @property
     def member(self) -> int | None:

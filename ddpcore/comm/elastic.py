@@ -38,7 +38,8 @@ class ElasticCommunicator(Communicator):
     def __init__(self, fabric: Fabric, *, first: int = 0) -> None:
         self._fabric = fabric
         self.membership = Membership(fabric.members, first=first)
-        self.num_operations = self.num_agreed = 0
+        self.num_operations = self.num_agreed = 0  # that began, and whose rows were used
+        self._waiting: list[Operation] = []  # that began, and whose members are not known yet
         self._facts: list[Fact] | None = None  # what all members train; None: no rank can join
         self._num_requests = 0  # that were answered
         self._seen = -1  # operations that were over at the last look for a request
@@ -160,18 +161,22 @@ class ElasticCommunicator(Communicator):
         operation = Operation(number=self.num_operations, what=what, step=step, row=row, members=members, **more)
         self.num_operations += 1
         self._fabric.begin(operation)
+        self._waiting.append(operation)
         return operation
 
     def _agree(self, operation: Operation) -> Members:
-        """Wait for all members, and take note of those that are gone."""
-        members = self._fabric.agree(operation)
+        """Wait for all members, and take note of those that are gone, in the first operation without them."""
+        while operation.come is None:
+            first = self._waiting[0]  # perhaps one that began before, and is used later
+            first.come = self._fabric.agree(first)
+            self._waiting.pop(0)
+            left = tuple(one for one in self.membership.members if one in first.come)
+            if left != self.membership.members:
+                self.membership.change(left, first.number, first.step)
+                if self._fabric.rank == left[0]:
+                    print(f"ddpcore: {self.membership.changes[-1]}", file=sys.stderr, flush=True)
         self.num_agreed += 1
-        left = tuple(one for one in self.membership.members if one in members)
-        if left != self.membership.members:
-            self.membership.change(left, operation.number, operation.step)
-            if self._fabric.rank == left[0]:
-                print(f"ddpcore: {self.membership.changes[-1]}", file=sys.stderr, flush=True)
-        return members
+        return operation.come
 
     def _round_of_all(self, members: Members) -> Round:
         others = tuple(one for one in members if one != self._fabric.rank)

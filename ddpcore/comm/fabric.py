@@ -74,6 +74,7 @@ class Operation:
     round_of: Callable[[Members], Round]  # whom this rank reads from, and who reads from it, if these are the members
     in_place: bool = False  # whether readers read ``row`` itself
     place: Any = None  # what the fabric keeps
+    come: Members | None = None  # who has published its row, once that is known
 
     def __str__(self) -> str:
         return f"{self.what}, number {self.number}"
@@ -118,7 +119,7 @@ class Fabric(ABC):
     def agree(self, operation: Operation) -> Members:
         """Wait until all members have published their rows or are dead. Returns those that have, on every rank alike.
 
-        RuntimeError: a member lives and does not come in time, or calls another operation.
+        Called in the order of operations. RuntimeError: a member lives and does not come in time, or calls another one.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
-from ddpcore.topology.wrapped import redrawn
+from ddpcore.topology.wrapped import Damped, redrawn
 
 ON_FAILURE = ("raise", "shrink")
 """Values of ``distribute(on_failure=)``; the first is the default."""
@@ -100,6 +100,8 @@ class Membership:
         """The topology over so many members, see :func:`~ddpcore.topology.wrapped.redrawn`."""
         if num == self.first:
             return topology
+        if isinstance(topology, Damped):  # perhaps a new one in each step
+            return Damped(self.topology(topology.topology, num), topology.share)
         key = id(topology), num
         if key not in self._known:
             push_sum = redrawn(topology, self.first) is not topology  # only its columns sum to one

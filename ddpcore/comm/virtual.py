@@ -115,6 +115,11 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         self.num_operations = 0
         self._script: list[Change] = []
 
+    @property
+    @override
+    def ids(self) -> Sequence[int]:
+        return range(self._num_rows)
+
     @override
     def play(self, script: Iterable[Change]) -> None:
         for change in script:
@@ -175,7 +180,7 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         rounds = [membership.round(topology, step, row, members) for row in range(self._num_rows)]
         self.bytes_sent += len(rounds[members[0]].destinations) * weights_LP.shape[1] * weights_LP.element_size()
         rows = csr_of(mixing_matrix(rounds), weights_LP.device)
-        return StackedExchange(rows, range(self._num_rows), rounds.__getitem__)
+        return StackedExchange(rows, self.ids, rounds.__getitem__)
 
     @override
     def gather(self, values: Tensor, step: int | None = None) -> Tensor:

@@ -216,8 +216,8 @@ class Distributed:
 
     def lose(self, learner: int) -> None:
         """Let a virtual learner die now, as :meth:`play` does. ValueError, too: there is no such learner."""
-        members = () if self.comm.membership is None else self.comm.membership.members
-        if members and learner not in members:
+        members = self.comm.members
+        if learner not in members:
             raise ValueError(f"learner {learner} is not among those that are left, {list(members)}")
         left = tuple(one for one in members if one != learner)
         self.play([Change(operation=getattr(self.comm, "num_operations", 0), step=None, members=left, lost=(learner,))])
@@ -232,8 +232,7 @@ class Distributed:
         rows_LX = torch.tensor([self.phases.row()] * num_rows, dtype=torch.float64, device="cpu").to(device)
         everyone = self.comm.gather(rows_LX)[::num_rows].tolist()
         self.phases.restart()
-        ranks = range(self.comm.num_learners) if self.comm.membership is None else self.comm.membership.members
-        rows = zip(ranks[::num_rows], everyone, strict=False)
+        rows = zip(self.comm.members[::num_rows], everyone, strict=False)
         own = {rank: tuple(one / row[0] for one in row[1:]) for rank, row in rows if row[0]}
         few = len(own) < max(2, len(everyone))
         return [] if few else slow_ranks({k: v[:3] for k, v in own.items()}, {k: v[3] for k, v in own.items()})

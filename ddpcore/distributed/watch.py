@@ -409,15 +409,15 @@ class LoopWatch:
             return
         if not (named := learner.named_nonfinite(self._suspects(one_row), gradients=True)):
             return
-        first, held = named[min(named)], learner.comm.learners
+        first, comm = named[min(named)], learner.comm
         is_of_all = bool(sums) and self._strategy.plan(learner.step).covers_all_learners
         if is_of_all:
             total, shards = torch.stack(sums).sum(dim=0).double(), learner.flat.shards
-            all_sums = learner.comm.gather(total if shards is None else shards.add_(total), learner.step)
-            found = [self._event(one, first) for one in suspects(all_sums)]
+            all_sums = comm.gather(total if shards is None else shards.add_(total), learner.step)
+            found = [self._event(comm.members[place], first) for place in suspects(all_sums)]
         else:  # other groups know nothing of it, so nothing is gathered
             own = set(suspects(torch.stack(sums).sum(dim=0)) if sums else named)
-            found = [self._event(held[row], name) for row, name in named.items() if row in own]
+            found = [self._event(comm.ids[row], name) for row, name in named.items() if row in own]
         found = found or [self._event(None, first)]
         if self._mode == "raise":
             raise NonFiniteError(found)
@@ -450,7 +450,7 @@ class LoopWatch:
         for row in rows:
             for parameter in learner.models[row].parameters():
                 parameter.grad = None
-        held = {one: row for row, one in enumerate(learner.comm.learners)}
+        held = {one: row for row, one in enumerate(learner.comm.ids)}
         for row in [held[event.learner] for event in found if event.learner in held]:
             if self._kept:
                 torch._foreach_copy_(list(map(local, learner.models[row].buffers())), self._kept[row])
@@ -464,8 +464,8 @@ class LoopWatch:
         bits = self._weight_bits() if has_others and columns_LX is None else None
         self._sent = list(map(_version_of, self._flat.parameters)), bits
         if has_others and (named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)):
-            held = learner.comm.learners
-            raise NonFiniteError([self._event(held[row], name, "weights") for row, name in named.items()])
+            ids = learner.comm.ids
+            raise NonFiniteError([self._event(ids[row], name, "weights") for row, name in named.items()])
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""

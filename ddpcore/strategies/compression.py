@@ -4,7 +4,7 @@ Shapes: L learners held by this process, P elements of a row, X bytes of an enco
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ddpcore.options.typed import check_range, suggest
 from ddpcore.strategies.learner import Learner
+from ddpcore.topology.base import Topology
 
 
 class Codec(ABC):
@@ -255,9 +256,12 @@ class Published:
         self._before_LP: Tensor | None = None  # q without the message under way, which is sent anew after a load
         self._neighbors: dict[int, Tensor] = {}
 
-    def begin(self, learner: Learner, neighbors: Iterable[int]) -> None:
-        """Initialise every q to the same weights, if the codec sends differences. Collective then."""
+    def begin(self, learner: Learner, topology: Topology) -> None:
+        """If the codec sends differences, set every q, also of neighbours, to the same weights. Collective then."""
         if self.codec.differences and self.rows_LP is None:
+            comm = learner.comm
+            rounds = [topology.round(0, one, comm.num_learners) for one in comm.learners]
+            neighbors = {source for plan in rounds for source in plan.sources}.difference(comm.learners)
             weights_1P = learner.common_weights(learner.flat.param_LP)
             self.rows_LP = weights_1P.repeat(len(learner.flat.param_LP), 1)
             self._neighbors = {neighbor: weights_1P.clone() for neighbor in neighbors}

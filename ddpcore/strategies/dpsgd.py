@@ -217,9 +217,7 @@ class DPSGD(GradientAverages):
         if is_begun:
             return
         if self._published is not None:
-            rounds = [self.topology.round(0, rank, learner.comm.num_learners) for rank in learner.comm.learners]
-            others = {source for plan in rounds for source in plan.sources}.difference(learner.comm.learners)
-            self._published.begin(learner, others)
+            self._published.begin(learner, self.topology)
         if self.order == ORDERS[0]:
             self._start(learner, learner.step)
         elif self.order == ORDERS[2]:

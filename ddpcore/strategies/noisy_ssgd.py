@@ -81,8 +81,8 @@ class NoisySSGD(SSGD):
             self._versions = [parameter._version for parameter in learner.flat.parameters]
 
     def _add_noise(self, learner: Learner, weights_LP: Tensor) -> None:
-        for rank, row in zip(learner.comm.learners, weights_LP, strict=True):
-            ops.mix_(row, [], 1.0, [], noise=Noise(self.std, _seed_of(self.seed, rank), learner.step))
+        for one, row in zip(learner.comm.ids, weights_LP, strict=True):
+            ops.mix_(row, [], 1.0, [], noise=Noise(self.std, _seed_of(self.seed, one), learner.step))
 
     @override
     def gradient_weights(self, learner: Learner) -> Tensor:

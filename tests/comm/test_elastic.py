@@ -51,6 +51,7 @@ def test_same_bits_as_the_script_of_virtual_learners(trial: Trial, real: dict[st
         assert torch.equal(one.result.losses[:, 0], virtual.result.losses[:, rank])
         assert torch.equal(one.result.average, virtual.result.average)
         assert one.result.consensus == virtual.result.consensus
+        assert one.found == [found for found in virtual.found if found.learner == rank]
         if one.result.shares is not None:
             assert torch.equal(one.result.shares, virtual.result.shares)
 

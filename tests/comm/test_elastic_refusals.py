@@ -12,6 +12,7 @@ import ddpcore
 from ddpcore.comm.membership import Change, Membership
 from ddpcore.optim import FusedSGD
 from ddpcore.strategies.compression import TopK
+from ddpcore.strategies.dpsgd import ORDERS
 from ddpcore.topology.wrapped import redrawn
 from helpers import ranks
 from helpers.connection import connected
@@ -119,6 +120,42 @@ def test_redrawn_topologies_are_doubly_stochastic(topology: Any, num: int, expec
     drawn = redrawn(topology, num)
     assert drawn == expected
     drawn.validate(num)
+
+
+def averaged(strategy: Any, num_steps: int = 2) -> tuple[Any, torch.Tensor]:
+    """The handle of eight learners with weights of their numbers, of which 5 dies; a weight of each that is left."""
+    handle = start(strategy, learners=8, on_failure="shrink")
+    handle.learner.optimizer.param_groups[0]["lr"] = 0.0
+    for row, one in enumerate(handle.models):
+        nn.init.constant_(one.weight, float(row))
+    handle.lose(5)
+    for _ in range(num_steps):
+        handle.model(torch.ones(8, 1, 3)).sum().backward()
+        handle.learner.optimizer.step()
+    return handle, torch.stack([handle.models[one].weight[0, 0].detach() for one in LEFT_OF_8])
+
+
+LEFT_OF_8 = (0, 1, 2, 3, 4, 6, 7)
+RING_OF_7 = torch.from_numpy(ddpcore.Ring().mixing_matrix(0, 7).dense())
+
+
+def test_codecs_of_weights_take_the_redrawn_topology() -> None:
+    for order, topology in zip(ORDERS, (ddpcore.Hypercube(), ddpcore.Torus2D(), ddpcore.Hierarchical(2)), strict=True):
+        for codec in ("bf16", "int8"):
+            _, found = averaged(ddpcore.DPSGD(topology, order=order, compression=codec))
+            expected = RING_OF_7 @ RING_OF_7 @ torch.tensor(LEFT_OF_8, dtype=torch.float64)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.05)
+
+
+def test_the_share_of_an_average_stays_when_the_topology_is_redrawn() -> None:
+    """And one topology is kept, not one for each step."""
+    for topology in (ddpcore.Ring(), ddpcore.Hypercube(), ddpcore.Torus2D(), ddpcore.Hierarchical(2)):
+        handle, found = averaged(ddpcore.DPSGD(topology, consensus=lambda _: 0.1), num_steps=3)
+        expected = torch.tensor(LEFT_OF_8, dtype=torch.float64)
+        for _ in range(3):
+            expected = 0.9 * expected + 0.1 * RING_OF_7 @ expected
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        assert len(handle.comm.membership._known) == 1
 
 
 def test_ranks_that_cannot_share_memory_take_the_process_group_unless_they_asked_for_memory() -> None:

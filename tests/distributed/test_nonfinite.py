@@ -391,6 +391,54 @@ def test_a_learner_that_the_next_average_leaves_out_does_not_count() -> None:
         optimizer.step()
 
 
+def test_learners_keep_their_ids_after_a_death() -> None:
+    """What is not finite is named, restored and left out by the learner's id, not by its place among the living."""
+    shrinks = ddpcore.Connection(on_failure="shrink")
+    for dead, bad, mode in ((0, 3, "quarantine"), (1, 2, "quarantine"), (2, 0, "skip"), (0, 3, "skip")):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = FusedSGD(model.parameters(), lr=0.0)
+        strategy, more = ddpcore.DPSGD(ddpcore.Complete()), {"connection": shrinks, "on_nonfinite": mode}
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=4, vectorize=False, **more)
+        handle.lose(dead)
+        for step in range(3):
+            inputs = torch.randn(4, 6, 2)
+            if step == 1:
+                inputs[bad, 0, 0] = torch.nan
+                for row, one in enumerate(handle.models):
+                    nn.init.constant_(one[1].weight, float(row**2))
+                kept = [one[0].running_mean.clone() for one in handle.models]
+            optimizer.zero_grad()
+            sum(output.sum() for output in handle.model(inputs)).backward()
+            optimizer.step()
+            if step != 1:
+                continue
+            living = [one for one in range(4) if one != dead]
+            for one in living:
+                sources = [other for other in living if other != bad or one != bad or mode == "skip"]
+                mean = torch.tensor(sum(other**2 for other in sources) / len(sources))
+                torch.testing.assert_close(handle.models[one][1].weight, mean.expand(1, 2), rtol=1e-6, atol=0)
+                assert torch.equal(handle.models[one][0].running_mean, kept[one]) == (one == bad)
+        assert [(one.step, one.learner) for one in handle.nonfinite] == [(2, bad)]
+        nn.init.constant_(handle.models[bad][1].bias, torch.inf)
+        with pytest.raises(ddpcore.NonFiniteError, match=f"learner {bad}: the weights of 1.bias"):
+            handle.model(inputs)
+    for mode in ("skip", "raise"):
+        model = nn.Linear(2, 1)
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        more = {"connection": shrinks, "on_nonfinite": mode}
+        handle = ddpcore.distribute(model, optimizer, ddpcore.SSGD(), learners=4, **more)
+        handle.lose(0)
+        inputs = torch.ones(4, 1, 2)
+        inputs[3] = torch.nan
+        handle.model(inputs).sum().backward()
+        if mode == "skip":
+            optimizer.step()
+            assert [one.learner for one in handle.nonfinite] == [3]
+        else:
+            with pytest.raises(ddpcore.NonFiniteError, match="step 1, learner 3: the gradient of weight"):
+                optimizer.step()
+
+
 def test_frozen_parameters_do_not_count() -> None:
     """Whose gradient is an old one, which no step uses."""
     model = nn.Linear(2, 1)

@@ -36,6 +36,7 @@ from ddpcore.records.run import RECORD
 from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
+from ddpcore.strategies.learner import NonFinite
 from ddpcore.testing.learners import Result, Scenario, SmallRun
 from ddpcore.training import RunRecord, TrainConfig, trainer
 from ddpcore.training import __main__ as command
@@ -52,6 +53,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "awc": lambda: ddpcore.DPSGD(ddpcore.RandomPair(seed=5)),
     "awc_ring": lambda: ddpcore.DPSGD(ddpcore.Ring()),
     "awc_hypercube": lambda: ddpcore.DPSGD(ddpcore.Hypercube()),
+    "awc_nan": lambda: ddpcore.DPSGD(ddpcore.Complete()),
     "awc_bf16": lambda: ddpcore.DPSGD(ddpcore.OnePeerExponential(), compression=BFloat16()),
     "atc": lambda: ddpcore.DPSGD(ddpcore.OnePeerExponential(), order="adapt_then_combine"),
     "cta": lambda: ddpcore.DPSGD(ddpcore.RandomPair(seed=3), order="combine_then_adapt"),
@@ -62,7 +64,13 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
-POLICIES = {"awc_ring": ddpcore.Policies(momentum="gossip"), "atc": ddpcore.Policies(momentum="average")}
+POLICIES = {
+    "awc_ring": ddpcore.Policies(momentum="gossip"),
+    "atc": ddpcore.Policies(momentum="average"),
+    # Ranks gather digests of buffers while an exchange is in progress.
+    **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),
+}
+OPTIONS = {"awc_nan": {"on_nonfinite": "quarantine"}}  # in the sixth step, learner 3 has no number
 OPTIMIZERS = {"awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)}}  # it needs the count of its steps
 
 
@@ -101,6 +109,7 @@ class Ended(NamedTuple):
     oldest: dict[int, int]  # by an operation in which a rank dies: the first one in progress when it begins
     first_step: int = 0  # of a rank that joined
     mine: int = 0  # the id of the rank
+    found: Sequence[NonFinite] = ()
 
 
 class ElasticRun(SmallRun):
@@ -114,10 +123,13 @@ class ElasticRun(SmallRun):
         super().__init__(
             STRATEGIES[trial.strategy],
             trial.world_size if group is not None else self._rows,
-            replace(Scenario(), batch_norm=trial.strategy == "slowmo", **OPTIMIZERS.get(trial.strategy, {})),
+            replace(
+                Scenario(), batch_norm=trial.strategy in ("slowmo", "awc_nan"), **OPTIMIZERS.get(trial.strategy, {})
+            ),
             group=group,
             connection=Connection(on_failure="shrink", transport=transport),
             policies=POLICIES.get(trial.strategy),
+            **OPTIONS.get(trial.strategy, {}),
         )
         self.handle: Any = None
         self.slowest = 0.0
@@ -133,6 +145,9 @@ class ElasticRun(SmallRun):
             for one in range(self._trial.world_size, self._rows):
                 self.handle.lose(one)
             self.handle.play(self._script)
+        if self._trial.strategy in OPTIONS and 3 in self._held:
+            weight = self.handle.models[3 - self._held[0]][0].weight
+            weight.register_hook(lambda grad: grad * torch.nan if self.handle.learner.step == 5 else grad)
         return started
 
     def await_newcomer(self, step: int) -> None:
@@ -172,7 +187,8 @@ class ElasticRun(SmallRun):
         """What this process ends with."""
         handle = self.handle
         members = handle.comm.membership.members
-        return Ended(result, handle.changes, members, [], self.slowest, self._oldest, self._first_step, self._rank)
+        times = (self.slowest, self._oldest, self._first_step)
+        return Ended(result, handle.changes, members, [], *times, self._rank, handle.nonfinite)
 
     def _step(self, *args: Any) -> Tensor:
         if self._is_real:
@@ -226,10 +242,12 @@ STRATEGY_NAMES = tuple(STRATEGIES)
 
 def first_operation(strategy: str) -> int:
     """An operation in the middle of a run, in which nothing is set up any more. SSGD has several buckets a step."""
-    return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9}.get(strategy, 6)
+    return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9, "awc_nan": 10, "stale": 7}.get(
+        strategy, 6
+    )
 
 
-NAMES = [name for name in STRATEGIES if name != "push_sum3"]
+NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan")]
 TRIALS = [Trial(name, 4, ((2, first_operation(name), index % 2 == 1),)) for index, name in enumerate(NAMES)]
 TRIALS += [
     Trial("awc", 4, ((0, 6, False),)),
@@ -245,6 +263,7 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
     Trial("atc", 5, ((0, 9, False), (4, 11, True)), "pg"),
     Trial("awc", 3, ((1, 8, False), (2, 9, False)), "pg"),
 ]
+TRIALS += [Trial("awc_nan", 4, ((0, first_operation("awc_nan"), False),), transport) for transport in ("shm", "pg")]
 
 JOINS = [
     *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "diloco", "slowmo", "push_sum3")),

@@ -74,6 +74,23 @@ def test_per_learner() -> None:
         torch.testing.assert_close(after.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_learner_keeps_its_noise_when_another_dies() -> None:
+    model = nn.Linear(4, 8, bias=False)
+    optimizer = FusedSGD(model.parameters(), lr=0.01)
+    strategy, shrinks = NoisySSGD(0.1, seed=4, where="per_learner"), ddpcore.Connection(on_failure="shrink")
+    handle = ddpcore.distribute(model, optimizer, strategy, learners=N, vectorize=False, connection=shrinks)
+    handle.lose(0)
+    inputs, _ = problem()
+    for step in range(2):
+        before = rows_of(handle, "weight")
+        outputs = handle.model(inputs)
+        noise = handle.learner.flat.param_LP.view(N, 8, 4).double() - before.double()
+        for one in range(1, N):
+            torch.testing.assert_close(noise[one], drawn(0.1, _seed_of(4, one), step), rtol=1e-5, atol=1e-6)
+        outputs.sum().backward()
+        optimizer.step()
+
+
 def test_a_state_read_between_passes_of_learners_leaves_the_noise_of_the_others() -> None:
     handle, _ = trained(NoisySSGD(0.1, seed=4, where="per_learner"), num_steps=0)
     inputs, targets = problem()
