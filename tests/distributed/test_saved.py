@@ -36,10 +36,17 @@ def test_ranks_have_the_same_bits_and_take_the_average_of_other_learners() -> No
         assert torch.equal(found["moved"][0], mean) and found["step"] == 3
 
 
+def test_ranks_that_may_die_have_the_same_bits() -> None:
+    three = ranks.run("saved_ranks", 3)
+    assert all(torch.equal(found["whole"][0], found["resumed"][0]) for found in three)
+    assert not torch.equal(three[0]["whole"][0], three[1]["whole"][0])
+
+
 def test_virtual_learners_have_the_same_bits(tmp_path: Path) -> None:
-    found = saved_ranks.halves(tmp_path / "saved", 3)
-    assert len(found["whole"]) == 3
-    assert all(torch.equal(a, b) for a, b in zip(found["whole"], found["resumed"], strict=True))
+    for how in ("raise", "shrink"):
+        found = saved_ranks.halves(tmp_path / how, 3, connection=ddpcore.Connection(on_failure=how))
+        assert len(found["whole"]) == 3
+        assert all(torch.equal(a, b) for a, b in zip(found["whole"], found["resumed"], strict=True))
 
 
 def test_a_state_in_memory_is_that_of_its_step() -> None:
