@@ -107,8 +107,14 @@ class FlatParameters:
 
     @property
     def numel(self) -> int:
-        """P: the elements of one row, with padding. Padding is always zero."""
+        """P: the elements of one row, with padding. Padding is zero between two steps."""
         return self.param_LP.shape[1]
+
+    def clear_padding(self) -> None:
+        """Set the padding of the weights to zero, after something was added to whole rows."""
+        ends = [*(segment.offset for segment in self.segments[1:]), self.numel]
+        spans = [(segment.offset + segment.numel, end) for segment, end in zip(self.segments, ends, strict=True)]
+        torch._foreach_zero_([self.param_LP[:, begin:end] for begin, end in spans])
 
     def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of DTensors on this rank."""

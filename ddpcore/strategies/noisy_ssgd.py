@@ -124,6 +124,12 @@ class NoisySSGD(SSGD):
         num_rows = len(learner.flat.param_LP)
         return mixture if num_rows == 1 else RowMixtures([mixture] * num_rows)
 
+    @override
+    def after_step(self, learner: Learner) -> None:
+        """``shared``: an optimizer without the kernel got the noise in whole rows."""
+        if self.where == "shared":
+            learner.flat.clear_padding()
+
 
 def _seed_of(seed: int, rank: int) -> int:
     """A different stream for each learner and each seed."""

@@ -60,10 +60,14 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "diloco": lambda: ddpcore.LocalSGD(period=2, outer=outer),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.RandomPair(seed=5)), period=3),
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
+    "noisy": lambda: ddpcore.NoisySSGD(0.05, seed=3),
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
 POLICIES = {"awc_ring": ddpcore.Policies(momentum="gossip"), "atc": ddpcore.Policies(momentum="average")}
-OPTIMIZERS = {"awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)}}  # it needs the count of its steps
+OPTIMIZERS = {
+    "awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)},  # it needs the count of its steps
+    "noisy": {"make_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)},  # it gets whole rows with noise
+}
 
 
 class Trial(NamedTuple):
@@ -229,7 +233,7 @@ def first_operation(strategy: str) -> int:
     return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9}.get(strategy, 6)
 
 
-NAMES = [name for name in STRATEGIES if name != "push_sum3"]
+NAMES = [name for name in STRATEGIES if name not in ("noisy", "push_sum3")]
 TRIALS = [Trial(name, 4, ((2, first_operation(name), index % 2 == 1),)) for index, name in enumerate(NAMES)]
 TRIALS += [
     Trial("awc", 4, ((0, 6, False),)),
@@ -247,7 +251,7 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
 ]
 
 JOINS = [
-    *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "diloco", "slowmo", "push_sum3")),
+    *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "noisy", "diloco", "slowmo", "push_sum3")),
     Trial("cta", 4, ((2, 6, False),), "shm", 1),
     Trial("awc", 4, ((0, 6, False),), "shm", 2),
     Trial("awc_bf16", 3, (), "pg", 1),
