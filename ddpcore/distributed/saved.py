@@ -380,9 +380,7 @@ def _joined(tree: Any, tensors: Mapping[str, Tensor], learner: Learner) -> Any:
             return found[0]
         places = [flat.index[id(owners[name.rpartition(_MARK)[2]])] for name in node[_SHARDS]]
         begin = flat.segments[places[0]].offset
-        following = flat.segments[places[-1] + 1 :]
-        end = following[0].offset if following else flat.numel
-        row = torch.zeros(end - begin, dtype=found[0].dtype, device=flat.param_LP.device)
+        row = torch.zeros(flat.segments[places[-1]].end - begin, dtype=found[0].dtype, device=flat.param_LP.device)
         for place, part in zip(places, found, strict=True):
             segment = flat.segments[place]
             row.as_strided(segment.shape, segment.stride, segment.offset - begin).copy_(local(part))

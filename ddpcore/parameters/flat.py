@@ -32,10 +32,14 @@ _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight bu
 
 @dataclass(frozen=True)
 class Segment:
-    """The place of one parameter in a learner's row: ``row[offset : offset + numel]``, with the parameter's strides."""
+    """The place of one parameter in a learner's row: ``row[offset : offset + numel]``, with the parameter's strides.
+
+    The padding behind it ends at ``end``.
+    """
 
     name: str
     offset: int
+    end: int
     numel: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -112,9 +116,7 @@ class FlatParameters:
 
     def clear_padding(self) -> None:
         """Set the padding of the weights to zero, after something was added to whole rows."""
-        ends = [*(segment.offset for segment in self.segments[1:]), self.numel]
-        spans = [(segment.offset + segment.numel, end) for segment, end in zip(self.segments, ends, strict=True)]
-        torch._foreach_zero_([self.param_LP[:, begin:end] for begin, end in spans])
+        torch._foreach_zero_([self.param_LP[:, one.offset + one.numel : one.end] for one in self.segments])
 
     def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of DTensors on this rank."""
@@ -354,8 +356,9 @@ class FlatParameters:
         rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
         segments, offset = [], 0
         for name, (shape, stride), room in zip(self.names, layouts, rooms, strict=True):
-            segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-            offset += -(-room // ALIGNMENT) * ALIGNMENT
+            end = offset + -(-room // ALIGNMENT) * ALIGNMENT
+            segments.append(Segment(name, offset, end, shape.numel(), shape, tuple(stride)))
+            offset = end
         self.segments = tuple(segments)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._known_views: dict[int, _BufferViews] = {}

@@ -126,8 +126,7 @@ class NoisySSGD(SSGD):
 
     @override
     def after_step(self, learner: Learner) -> None:
-        """``shared``: an optimizer without the kernel got the noise in whole rows."""
-        if self.where == "shared":
+        if self.where == "shared":  # an optimizer without the kernel got the noise in whole rows
             learner.flat.clear_padding()
 
 

@@ -37,7 +37,7 @@ from ddpcore.runtime.launch import World
 from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.testing.learners import Result, Scenario, SmallRun
-from ddpcore.training import RunRecord, TrainConfig, trainer
+from ddpcore.training import RunRecord, TrainConfig, loop, trainer
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from helpers.forked import without_gloo
@@ -411,6 +411,53 @@ def run_joined(out: Path) -> tuple[dict[int, int], str]:
             os._exit(1)
 
     return fork_and_wait(4, run), log.read_text()
+
+
+def run_ended(out: Path) -> tuple[dict[int, int], str]:
+    """A whole run of five ranks. Three die in turn, each as the one that writes.
+
+    Rank 0 dies before it writes the row of the first epoch, rank 1 before that of the end, and rank 2 after that.
+    """
+    out.mkdir()
+    log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
+    parts = {"strategy": {"learners": 5, "topology": "ring"}, "data": {"batch_size": 100}}
+    config = TrainConfig.from_dict(merged(WHOLE, {**parts, "run": {"epochs": 2, "flatness_samples": 50}}))
+    write = loop.RunWriter.write
+
+    def die(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_or_die(self: Any, row: dict[str, Any]) -> None:
+        write(self, row) if row["kind"] != "epoch" else die()
+
+    def on_record(row: dict[str, Any]) -> None:
+        if row["kind"] == "end":
+            die()
+
+    def run(rank: int) -> None:
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        if rank == 0:
+            loop.RunWriter.write = write_or_die
+        if rank == 1:
+            loop.flatness_of = die
+        try:
+            store = dist.FileStore(str(store_file), 5)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=5)
+            world = World(rank, 5, rank, 5)
+            ended = training.train(config, out=out, world=world, on_record=on_record if rank == 2 else None)
+            assert ended.final, "no last row"
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    return fork_and_wait(5, run), log.read_text()
+
+
+def main_ended() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    torch.save(run_ended(out), out.with_suffix(".pt"))
 
 
 def main_joined() -> None:
