@@ -352,10 +352,7 @@ class Loop:
         return is_best
 
     def _write_last(self, write: Callable[[RunWriter], None]) -> None:
-        """Write the changes so far, and then what ``write`` does. Collective if ranks may die.
-
-        If the rank that writes dies before it is done, the next one does it.
-        """
+        """Write the changes, then call ``write``: anew if the rank that writes dies. Collective if ranks may die."""
         self._write_rows(0, self._changes())
         if self.writer is not None:
             write(self.writer)

@@ -150,8 +150,7 @@ def _train(
         _write_address(out)
 
     def write(**how: Any) -> RunWriter:
-        rows = _first_rows(placement, trainer)
-        return stack.enter_context(RunWriter(out, *rows, on_record, on_progress, **how))
+        return stack.enter_context(RunWriter(out, *_first_rows(placement, trainer), on_record, on_progress, **how))
 
     def take_over() -> RunWriter:
         stack.enter_context(locked(out))
