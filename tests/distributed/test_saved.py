@@ -28,18 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def test_ranks_have_the_same_bits_and_take_the_average_of_other_learners() -> None:
     both = ranks.run("saved_ranks", 2)
-    for found in both:
+    for found in (*both, *ranks.run("saved_ranks", 3)):  # three ranks may die
         assert torch.equal(found["whole"][0], found["resumed"][0])
     assert not torch.equal(both[0]["saved"][0], both[1]["saved"][0])
     mean = torch.stack(both[0]["three"]).double().mean(dim=0).float()
     for found in both:
         assert torch.equal(found["moved"][0], mean) and found["step"] == 3
-
-
-def test_ranks_that_may_die_have_the_same_bits() -> None:
-    three = ranks.run("saved_ranks", 3)
-    assert all(torch.equal(found["whole"][0], found["resumed"][0]) for found in three)
-    assert not torch.equal(three[0]["whole"][0], three[1]["whole"][0])
 
 
 def test_virtual_learners_have_the_same_bits(tmp_path: Path) -> None:
