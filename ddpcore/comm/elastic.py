@@ -135,12 +135,12 @@ class ElasticCommunicator(Communicator):
 
     @override
     def hand_over(self, new: int, make: Callable[[], Tensor]) -> Tensor | None:
-        while True:
-            source = self.membership.source_for(new)
+        while True:  # again if one dies meanwhile, because the state depends on who is left
+            begun_with, source = self.membership.members, self.membership.source_for(new)
             blob = make() if self._fabric.rank == source else torch.empty(0, dtype=torch.uint8, device="cpu")
             sizes = self.gather(torch.tensor([[len(blob)]], device="cpu"))
-            if source not in self.membership.members:
-                continue  # it has died
+            if self.membership.members != begun_with:
+                continue
             if self._fabric.rank != source:
                 blob = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device="cpu")
 
@@ -150,10 +150,11 @@ class ElasticCommunicator(Communicator):
                 return Round(0.0, sources, (0.0,) * len(sources), readers)
 
             operation = self._begin(f"the state of learner {source} for learner {new}", blob, None, round_of=round_of)
-            has_sent, takes = source in self._agree(operation), self._fabric.rank == new
-            result = self._fabric.rows(operation, [source])[source].clone() if has_sent and takes else None
+            self._agree(operation)
+            is_whole, takes = self.membership.members == begun_with, self._fabric.rank == new
+            result = self._fabric.rows(operation, [source])[source].clone() if is_whole and takes else None
             self._fabric.done(operation)
-            if has_sent:
+            if is_whole:
                 return result
 
     def _begin(self, what: str, row: Tensor, step: int | None, **more: Any) -> Operation:

@@ -148,7 +148,11 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             return None
         (new,) = self._script.pop(0).joined
         self._take({*self.membership.members, new}, step)
-        self.num_operations += NUM_TO_JOIN
+        num_left = NUM_TO_JOIN
+        while num_left:  # as ranks do, again after a death
+            members = self.membership.members
+            self._begin(None)
+            num_left = num_left - 1 if members == self.membership.members else NUM_TO_JOIN
         return new
 
     def _take(self, ids: Set[int], step: int | None) -> None:

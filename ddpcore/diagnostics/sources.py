@@ -289,10 +289,9 @@ class LearnerStatistics(Source):
         if self._segments is not flat.segments:
             self._segments, self._parts = flat.segments, {}
         if (begin, end) not in self._parts:
-            ends = [*(segment.offset for segment in flat.segments[1:]), flat.numel]
-            inside = [(s, last) for s, last in zip(flat.segments, ends, strict=True) if s.offset < end and last > begin]
-            numbers = [self._names.index(segment.name) for segment, _ in inside]
-            bounds = [0, *(min(last, end) - begin for _, last in inside)]
+            inside = [segment for segment in flat.segments if segment.offset < end and segment.end > begin]
+            numbers = [self._names.index(segment.name) for segment in inside]
+            bounds = [0, *(min(segment.end, end) - begin for segment in inside)]
             self._parts[begin, end] = bounds, torch.tensor(numbers, device=flat.param_LP.device)
         return self._parts[begin, end]
 

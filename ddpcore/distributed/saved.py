@@ -75,6 +75,11 @@ def load_state(handle: Distributed, model: nn.Module, optimizer: torch.optim.Opt
         torch.cuda.set_rng_state(random["cuda"].cpu(), device)
 
 
+def place_of(handle: Distributed) -> int:
+    """The number of this process among those of the run, after a death among those that are left."""
+    return handle.comm.learners[0] // len(handle.comm.learners)
+
+
 def _copied(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Any:
     """A copy of its state, because optimizers of torch save and load their own tensors. Ours copy by themselves."""
     return state if isinstance(optimizer, FusedOptimizer) else copy_of(state)
@@ -103,8 +108,7 @@ def load_run_state(
     """
     handle = _hooked(handle)
     handle.learner.check_own("load the state after the evaluation")
-    mine = handle.comm.learners[0] // len(handle.comm.learners) if handle.comm.membership is None else 0
-    state = states[min(mine, len(states) - 1)]
+    state = states[min(place_of(handle), len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
     if num_saved != handle.comm.num_learners:
         _load_others(handle, states, moments, weights)
@@ -247,14 +251,14 @@ class RunState:
         """What this process saves, or tensors for what it loads."""
         if self._found:
             return {f"{_PREFIX}{rank}": self._room(rank) for rank in self._needed()}
-        comm, learner, shared = self._handle.comm, self._handle.learner, dict[str, Any]()
+        learner, shared = self._handle.learner, dict[str, Any]()
         state: Any = state_of(self._handle, learner.models[0], learner.optimizer)
         if learner.flat.shards is not None:
             state, shared = _split(state, learner, self._handle.strategy)
         tree, tensors = pack(state)
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
         own = {f"{self._own(self._num_shards)}{name}": one for name, one in {"tree": text, **tensors}.items()}
-        return {f"{_PREFIX}{comm.learners[0] // len(comm.learners)}": {**own, **shared}}
+        return {f"{_PREFIX}{place_of(self._handle)}": {**own, **shared}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave room for. Collective."""
@@ -308,8 +312,8 @@ class RunState:
 
     def _needed(self) -> list[int]:
         """The number of this process, if as many processes have saved, else the numbers of all."""
-        comm, num = self._handle.comm, len(self._handle.comm.learners)
-        return [comm.learners[0] // num] if len(self._found) * num == comm.num_learners else sorted(self._found)
+        comm, num = self._handle.comm, len(self._found)
+        return [place_of(self._handle)] if num * len(comm.learners) == comm.num_learners else sorted(self._found)
 
 
 # ---- sharded learners: their state as DTensors, which another number of shards can load ----
@@ -376,9 +380,7 @@ def _joined(tree: Any, tensors: Mapping[str, Tensor], learner: Learner) -> Any:
             return found[0]
         places = [flat.index[id(owners[name.rpartition(_MARK)[2]])] for name in node[_SHARDS]]
         begin = flat.segments[places[0]].offset
-        following = flat.segments[places[-1] + 1 :]
-        end = following[0].offset if following else flat.numel
-        row = torch.zeros(end - begin, dtype=found[0].dtype, device=flat.param_LP.device)
+        row = torch.zeros(flat.segments[places[-1]].end - begin, dtype=found[0].dtype, device=flat.param_LP.device)
         for place, part in zip(places, found, strict=True):
             segment = flat.segments[place]
             row.as_strided(segment.shape, segment.stride, segment.offset - begin).copy_(local(part))

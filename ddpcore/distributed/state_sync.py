@@ -282,8 +282,10 @@ def give_state(learner: Learner, new: int, sync: StateSync, handle_state: Callab
 def received_state(learner: Learner) -> dict[str, Any]:
     """In the rank that joins: load model and optimizer from a neighbour, and return the state of its handle."""
     comm = learner.comm
-    assert comm.member is not None
+    assert comm.member is not None and comm.membership is not None
+    calls, comm.membership.on_change = comm.membership.on_change, []  # what it receives is of those that are left
     content = comm.hand_over(comm.member, lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+    comm.membership.on_change = calls
     assert content is not None
     state: dict[str, dict[str, Any]] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)  # no code
     learner.models[0].load_state_dict(state["model"])

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ddpcore.distributed.distribute import distribute
 from ddpcore.distributed.handle import Distributed
-from ddpcore.distributed.saved import load_run_state, run_state
+from ddpcore.distributed.saved import load_run_state, place_of, run_state
 from ddpcore.options.extras import extra
 from ddpcore.strategies.base import Strategy
 
@@ -128,7 +128,7 @@ class _Saved:
         self, handle: Distributed, optimizer: Any, accelerator: Accelerator, number: int, model: Any, place: int
     ) -> None:
         self._handle, self._accelerator, self._load_plain = handle, accelerator, optimizer.load_state_dict
-        self._rank, self._number, self._place, self._model = accelerator.process_index, number, place, model
+        self._number, self._place, self._model = number, place, model
         self._folder: str | None = None
         self._scaler: dict[str, Any] | None = None
         self._loaded: nn.Module | None = None
@@ -136,7 +136,7 @@ class _Saved:
 
     def save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         """The hook of ``save_state``."""
-        save_rank_file(self._handle, folder, self._rank, self._number, self._accelerator.scaler)
+        save_rank_file(self._handle, folder, self._number, self._accelerator.scaler)
 
     def find(self, models: list[nn.Module], folder: str) -> None:
         """The hook of ``load_state``. It takes our model out: its weights are views, which safetensors refuses."""
@@ -157,7 +157,7 @@ class _Saved:
         if self._folder is None:
             self._load_plain(state)
         else:
-            self._scaler = load_rank_file(self._handle, self._folder, self._rank, self._loaded, self._number)
+            self._scaler = load_rank_file(self._handle, self._folder, self._loaded, self._number)
 
     def load_scaler(self) -> None:
         """After Accelerate has loaded one scaler for all ranks: load that of this rank."""
@@ -201,18 +201,19 @@ def _averaging(model: nn.Module) -> AbstractContextManager[None]:
 def rank_file(folder: str | Path, rank: int | str, number: int = 0) -> Path:
     """Where a rank saves its own state, beside what the library saves; ``*`` stands for all ranks.
 
+    After a death ``rank`` counts those that are left, as a run that they resume does.
     ``number`` counts the models that one loop trains with ddpcore, from 0.
     """
     return Path(folder) / f"ddpcore_{f'{number}_' if number else ''}rank_{rank}.pt"
 
 
 def save_rank_file(
-    handle: Distributed, folder: str | Path, rank: int, number: int = 0, scaler: torch.amp.GradScaler | None = None
+    handle: Distributed, folder: str | Path, number: int = 0, scaler: torch.amp.GradScaler | None = None
 ) -> None:
     """Save :func:`rank_file` of this rank. Rank 0 removes files of more ranks, which another run has left there."""
-    file = rank_file(folder, rank, number)
-    file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
     more = {"digest": _digest(handle.evaluation_model()), "scaler": None if scaler is None else scaler.state_dict()}
+    file = rank_file(folder, rank := place_of(handle), number)
+    file.parent.mkdir(parents=True, exist_ok=True)  # a rank may come here before rank 0
     torch.save({**run_state(handle), **more}, file)
     if rank == 0:
         own = {rank_file(folder, one, number) for one in range(handle.comm.num_learners // len(handle.comm.learners))}
@@ -221,7 +222,7 @@ def save_rank_file(
 
 
 def load_rank_file(
-    handle: Distributed, folder: str | Path, rank: int, loaded: nn.Module | None, number: int = 0
+    handle: Distributed, folder: str | Path, loaded: nn.Module | None, number: int = 0
 ) -> dict[str, Any] | None:
     """Load :func:`rank_file` of this rank, or the average of the files of another number of ranks. Collective.
 
@@ -229,7 +230,7 @@ def load_rank_file(
     ValueError: the weights of the folder, which ``loaded`` has, are not the average that these files belong to.
     """
     num_ranks = len([*Path(folder).glob(rank_file("", "*", number).name)])
-    needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (rank,)
+    needed = range(num_ranks) if num_ranks != handle.comm.num_learners else (place_of(handle),)
     states: list[Any] = [None] * num_ranks
     for one in needed:
         states[one] = torch.load(rank_file(folder, one, number), map_location="cpu", weights_only=True)

@@ -77,7 +77,7 @@ class GossipTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.handle is not None:
-            accelerate.save_rank_file(self.handle, output_dir, self.args.process_index, scaler=self.accelerator.scaler)
+            accelerate.save_rank_file(self.handle, output_dir, scaler=self.accelerator.scaler)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -85,4 +85,4 @@ class GossipTrainer(Trainer):
         if self.handle is not None and checkpoint is not None and accelerate.rank_file(checkpoint, 0).exists():
             device = self.args.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # else samplers draw other samples
-                self._scaler = accelerate.load_rank_file(self.handle, checkpoint, self.args.process_index, self.model)
+                self._scaler = accelerate.load_rank_file(self.handle, checkpoint, self.model)

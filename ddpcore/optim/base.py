@@ -95,7 +95,6 @@ class FusedOptimizer(SavedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # which torch adds
         self._kept = {}
         self._shared_options = tuple(name for name in self.defaults if name not in PER_GROUP)
         self.__dict__.setdefault("_captured", [])  # a copy has none

@@ -74,6 +74,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch adds
         if self._given is not None:
             self._restore(*self._given)
 

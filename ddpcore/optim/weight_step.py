@@ -254,9 +254,9 @@ class _Columns:
         """
         members = tuple(map(id, params))
         if members not in self._spans:  # the columns of a segment end with the padding behind it
-            chosen, ends = set(members), [*(one.offset for one in self.layout[1:]), self._flat.numel]
-            spans = enumerate(zip(self._flat.parameters, self.layout, ends, strict=False))  # learner 0's come first
-            self._spans[members] = [(i, one.offset, end, one.numel) for i, (p, one, end) in spans if id(p) in chosen]
+            chosen = set(members)
+            spans = enumerate(zip(self._flat.parameters, self.layout, strict=False))  # learner 0's come first
+            self._spans[members] = [(i, one.offset, one.end, one.numel) for i, (p, one) in spans if id(p) in chosen]
         num, outside = len(self.layout), {index % len(self.layout) for index in own}
         pieces: list[tuple[int, int, list[Tensor]]] = []
         for index, begin, end, size in self._spans[members]:

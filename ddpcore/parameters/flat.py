@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -32,10 +32,11 @@ _BufferViews = tuple[Tensor, tuple[Tensor, ...], tuple[int, ...]]  # a weight bu
 
 @dataclass(frozen=True)
 class Segment:
-    """The place of one parameter in a learner's row: ``row[offset : offset + numel]``, with the parameter's strides."""
+    """A parameter's place in a row, ``row[offset : offset + numel]`` with its strides; padding ends at ``end``."""
 
     name: str
     offset: int
+    end: int
     numel: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -107,8 +108,12 @@ class FlatParameters:
 
     @property
     def numel(self) -> int:
-        """P: the elements of one row, with padding. Padding is always zero."""
+        """P: the elements of one row, with padding. Padding is zero between two steps."""
         return self.param_LP.shape[1]
+
+    def clear_padding(self) -> None:
+        """Set the padding of the weights to zero, after something was added to whole rows."""
+        torch._foreach_zero_([self.param_LP[:, one.offset + one.numel : one.end] for one in self.segments])
 
     def locals(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of DTensors on this rank."""
@@ -345,14 +350,12 @@ class FlatParameters:
         """Allocate the buffers, and make parameters and gradients views of them. Empties ``values``."""
         firsts = self.parameters[: len(self.names)]
         rooms = [s.numel() for s, _ in layouts] if self.shards is None else list(map(self.shards.room, firsts))
-        segments, offset = [], 0
-        for name, (shape, stride), room in zip(self.names, layouts, rooms, strict=True):
-            segments.append(Segment(name, offset, shape.numel(), shape, tuple(stride)))
-            offset += -(-room // ALIGNMENT) * ALIGNMENT
-        self.segments = tuple(segments)
+        bounds = pairwise(accumulate((-(-room // ALIGNMENT) * ALIGNMENT for room in rooms), initial=0))
+        places = zip(self.names, bounds, layouts, strict=True)
+        self.segments = tuple(Segment(name, *both, s.numel(), s, tuple(stride)) for name, both, (s, stride) in places)
         self.index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._known_views: dict[int, _BufferViews] = {}
-        rows_LP = self._new((self.num_rows, offset), values[0].dtype, values[0].device)
+        rows_LP = self._new((self.num_rows, self.segments[-1].end), values[0].dtype, values[0].device)
         self.param_LP, self.param_views, self.param_pointers = self._views_at(rows_LP)
         for parameter, value, view in zip(self.parameters, values, self.param_views, strict=True):
             view.copy_(value)

@@ -123,6 +123,11 @@ class NoisySSGD(SSGD):
         num_rows = len(learner.flat.param_LP)
         return mixture if num_rows == 1 else RowMixtures([mixture] * num_rows)
 
+    @override
+    def after_step(self, learner: Learner) -> None:
+        if self.where == "shared":  # an optimizer without the kernel got the noise in whole rows
+            learner.flat.clear_padding()
+
 
 def _seed_of(seed: int, rank: int) -> int:
     """A different stream for each learner and each seed."""

@@ -140,13 +140,12 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
         for fragment, names in enumerate(fragments):
             if fragment not in owners:
                 raise ValueError(f"local_sgd: fragments: no parameter is in {list(names)}: check the names")
-    ends = [*(segment.offset for segment in segments[1:]), flat.numel]
     parts: list[Part] = []
-    for owner, segment, end in zip(owners, segments, ends, strict=True):
+    for owner, segment in zip(owners, segments, strict=True):
         if parts and parts[-1].fragment == owner:
-            parts[-1] = parts[-1]._replace(end=end)
+            parts[-1] = parts[-1]._replace(end=segment.end)
         else:
-            parts.append(Part(owner, segment.offset, end))
+            parts.append(Part(owner, segment.offset, segment.end))
     return parts
 
 

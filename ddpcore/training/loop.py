@@ -22,10 +22,11 @@ from ddpcore.training.build import LearnerPlacement, total_steps
 from ddpcore.training.checkpoint import Checkpoints, load_safetensors
 from ddpcore.training.progress import Progress
 from ddpcore.training.statistics import Measurements, flatness_of
-from ddpcore.training.trainer import Trainer
+from ddpcore.training.trainer import Evaluation, Trainer
 
 OnRecord = Callable[[dict[str, Any]], None]
 OnProgress = Callable[[int, int], None]
+_LAST = "epoch", "end"  # kinds of rows that are written after an evaluation
 CHECK_EVERY = 20  # steps between two checks of the loss; a check waits for the device and for all ranks
 
 
@@ -41,6 +42,7 @@ class RunWriter(JsonLines):
     row of a resumed run. Rows after its ``step`` are removed from the record, and with ``in_epoch`` the row of an epoch
     at this step. If the run was shorter, it gets the new length, and a last row and a model of the shorter run are
     removed. ``on_record`` is called with each further row, and ``on_progress`` with the steps taken and those of all.
+    One that ``takes_over`` from a rank that has died does not write ``resumed``, nor again its epochs and end.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RunWriter(JsonLines):
         on_record: OnRecord | None = None,
         on_progress: OnProgress | None = None,
         in_epoch: bool = False,
+        takes_over: bool = False,
     ) -> None:
         path, step = out / RECORD, 0 if resumed is None else resumed["step"]
         known = read_lines(path)
@@ -67,8 +70,9 @@ class RunWriter(JsonLines):
             rows = [row for row in rows if row.get("kind") != "end"]
             run |= {"config": {**nested(run["config"]), "run": header["config"]["run"]}, "total_steps": num_steps}
         out.mkdir(parents=True, exist_ok=True)
-        write_lines(path, rows if resumed is None else [*rows, resumed])
+        write_lines(path, rows if resumed is None or takes_over else [*rows, resumed])
         super().__init__(path)
+        self._known = {(row.get("kind"), row.get("step")) for row in rows if takes_over and row.get("kind") in _LAST}
         self._on_record, self._on_progress, self._step, self._num_steps = on_record, on_progress, step, num_steps
         self._progress = ProgressReport("training", num_steps, completed=step)
 
@@ -89,6 +93,8 @@ class RunWriter(JsonLines):
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the record."""
+        if (row.get("kind"), row.get("step")) in self._known:
+            return
         self.append(row)
         if self._on_record is not None:
             self._on_record(to_json(row))
@@ -341,26 +347,34 @@ class Loop:
                     row |= {"split": config.run.evaluate_on, **evaluation.to_dict()}
             total = progress.total_seconds
             row |= {"evaluation_seconds": total - before, "total_seconds": total}
-            self._write_rows(0, self._changes())  # of a death in the evaluation, perhaps of the rank that wrote
-            if self.writer is not None:
-                self.writer.write(row)
+            self._write_last(lambda writer: writer.write(row))
         return is_best
+
+    def _write_last(self, write: Callable[[RunWriter], None]) -> None:
+        """Write the changes, then call ``write``: anew if the rank that writes dies. Collective if ranks may die."""
+        self._write_rows(0, self._changes())
+        if self.writer is not None:
+            write(self.writer)
+        if self.comm.member is not None:
+            self._most(0)  # waits for that rank
+            if any(self._writer in change.lost for change in self.trainer.handle.changes[self._num_changes :]):
+                self._write_last(write)
 
     def _evaluation_model(self) -> nn.Module:
         run = self.config.run
         return self.trainer.evaluation_model(run.evaluation_batch_norm, run.recalibration_batches)
 
     def _end(self) -> None:
-        progress, best = self.progress, self.progress.best or {}
         model, test = self._evaluation_model(), None
-        if self.config.run.evaluate_on == "validation" and not progress.diverged:
+        if self.config.run.evaluate_on == "validation" and not self.progress.diverged:
             test = self.trainer.evaluate(model, "test")
-        self._write_rows(0, self._changes())  # also of a death in this evaluation
-        if self.writer is None:
-            return
+        self._write_last(lambda writer: self._write_end(writer, model, test))
+
+    def _write_end(self, writer: RunWriter, model: nn.Module, test: Evaluation | None) -> None:
+        progress, best = self.progress, self.progress.best or {}
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         if self.config.run.save_nonfinite or is_finite(tensors.values()):
-            replace_file(self.writer.path.with_name(MODEL), load_safetensors().torch.save(tensors))
+            replace_file(writer.path.with_name(MODEL), load_safetensors().torch.save(tensors))
         row = {
             "kind": "end", "step": self.trainer.num_steps,
             "diverged": progress.diverged, "diverged_reason": progress.reason, "accuracy": progress.accuracy,
@@ -368,7 +382,7 @@ class Loop:
             "test": None if test is None else test.to_dict(),
             **self._flatness(model), "total_seconds": progress.total_seconds,
         }  # fmt: skip
-        self.writer.write(row)
+        writer.write(row)
 
     def _flatness(self, model: nn.Module) -> dict[str, Any]:
         """Columns of the last row: the flatness, or the reason why it is missing although the config requests it."""

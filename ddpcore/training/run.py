@@ -149,13 +149,12 @@ def _train(
     if is_first and comm is not None:
         _write_address(out)
 
-    def write(in_epoch: bool = False) -> RunWriter:
-        rows = _first_rows(placement, trainer)
-        return stack.enter_context(RunWriter(out, *rows, on_record, on_progress, in_epoch))
+    def write(**how: Any) -> RunWriter:
+        return stack.enter_context(RunWriter(out, *_first_rows(placement, trainer), on_record, on_progress, **how))
 
     def take_over() -> RunWriter:
         stack.enter_context(locked(out))
-        return write()
+        return write(takes_over=True)
 
     with ExitStack() as stack, recorder as steps:
         stack.enter_context(threads_for(config, trainer.dataset, world.world_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ddpcore
-from ddpcore.integrations.accelerate import prepare
+from ddpcore.integrations.accelerate import load_rank_file, prepare, save_rank_file
 from ddpcore.optim import FusedSGD
 from helpers import ranks
 
@@ -200,6 +201,31 @@ def check(folder: Path) -> dict[str, Any]:
     return found
 
 
+def check_death(folder: Path, path: Path, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of four ranks, with and without rank 1: what each had when it saved its file, and what it has loaded."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = FusedSGD(model.parameters(), lr=0.1)
+    connection = ddpcore.Connection(on_failure="shrink")
+    handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(ddpcore.Ring()), connection=connection)
+    found = []
+    for name in ("whole", "left"):
+        for step in range(4):
+            if step == 2:
+                save_rank_file(handle, folder / name)
+                had = flat(model)
+            (100.0 * rank * model(torch.ones(1, 4))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.comm.gather(torch.zeros(1, 1))  # all have saved
+        load_rank_file(handle, folder / name, None)
+        found.append((had, flat(model)))
+        if rank == 1:
+            torch.save(found, path)
+            os._exit(0)
+    return found
+
+
 def check_alone(folder: Path) -> dict[str, Any]:
     """One process goes on with what :func:`check` has saved, and with what it has saved itself."""
     _, begun, _ = train(range(0), ddpcore.DPSGD(), resume=folder / "no")
@@ -226,6 +252,10 @@ def main() -> None:
     path, rank, world_size = ranks.join()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
+    if sys.argv[5:] == ["dies"]:
+        torch.save(check_death(Path(sys.argv[4]), path, rank), path)
+        time.sleep(0.5)  # a rank that ends must not be taken for a death
+        return
     torch.save(check(Path(sys.argv[4])), path)
 
 

@@ -38,7 +38,7 @@ from ddpcore.storage.json_lines import read_lines, write_lines
 from ddpcore.strategies.compression import BFloat16
 from ddpcore.strategies.learner import NonFinite
 from ddpcore.testing.learners import Result, Scenario, SmallRun
-from ddpcore.training import RunRecord, TrainConfig, trainer
+from ddpcore.training import RunRecord, TrainConfig, loop, trainer
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from helpers.forked import without_gloo
@@ -62,6 +62,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "diloco": lambda: ddpcore.LocalSGD(period=2, outer=outer),
     "slowmo": lambda: ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.RandomPair(seed=5)), period=3),
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
+    "noisy": lambda: ddpcore.NoisySSGD(0.05, seed=3),
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
 }
 POLICIES = {
@@ -71,7 +72,10 @@ POLICIES = {
     **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),
 }
 OPTIONS = {"awc_nan": {"on_nonfinite": "quarantine"}}  # in the sixth step, learner 3 has no number
-OPTIMIZERS = {"awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)}}  # it needs the count of its steps
+OPTIMIZERS = {
+    "awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)},  # it needs the count of its steps
+    "noisy": {"make_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)},  # it gets whole rows with noise
+}
 
 
 class Trial(NamedTuple):
@@ -247,7 +251,7 @@ def first_operation(strategy: str) -> int:
     )
 
 
-NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan")]
+NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan", "noisy")]
 TRIALS = [Trial(name, 4, ((2, first_operation(name), index % 2 == 1),)) for index, name in enumerate(NAMES)]
 TRIALS += [
     Trial("awc", 4, ((0, 6, False),)),
@@ -266,12 +270,14 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
 TRIALS += [Trial("awc_nan", 4, ((0, first_operation("awc_nan"), False),), transport) for transport in ("shm", "pg")]
 
 JOINS = [
-    *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "diloco", "slowmo", "push_sum3")),
+    *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "noisy", "diloco", "slowmo", "push_sum3")),
     Trial("cta", 4, ((2, 6, False),), "shm", 1),
     Trial("awc", 4, ((0, 6, False),), "shm", 2),
     Trial("awc_bf16", 3, (), "pg", 1),
     Trial("local_sgd", 3, (), "pg", 1),
     Trial("atc", 4, ((1, 9, False),), "pg", 1),
+    Trial("push_sum3", 4, ((2, 9, False),), "shm", 1),  # while the new one gets its state, which is of five learners
+    Trial("awc_bf16", 4, ((2, 10, False),), "shm", 1),
 ]
 REFUSED = [Trial("atc", 3, (), "shm", 1, "slowmo"), Trial("stale", 3, (), "pg", 1)]
 
@@ -426,6 +432,53 @@ def run_joined(out: Path) -> tuple[dict[int, int], str]:
             os._exit(1)
 
     return fork_and_wait(4, run), log.read_text()
+
+
+def run_ended(out: Path) -> tuple[dict[int, int], str]:
+    """A whole run of five ranks. Three die in turn, each as the one that writes.
+
+    Rank 0 dies before it writes the row of the first epoch, rank 1 before that of the end, and rank 2 after that.
+    """
+    out.mkdir()
+    log, store_file = out.with_suffix(".log"), out.with_suffix(".store")
+    parts = {"strategy": {"learners": 5, "topology": "ring"}, "data": {"batch_size": 100}}
+    config = TrainConfig.from_dict(merged(WHOLE, {**parts, "run": {"epochs": 2, "flatness_samples": 50}}))
+    write = loop.RunWriter.write
+
+    def die(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_or_die(self: Any, row: dict[str, Any]) -> None:
+        write(self, row) if row["kind"] != "epoch" else die()
+
+    def on_record(row: dict[str, Any]) -> None:
+        if row["kind"] == "end":
+            die()
+
+    def run(rank: int) -> None:
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        if rank == 0:
+            loop.RunWriter.write = write_or_die
+        if rank == 1:
+            loop.flatness_of = die
+        try:
+            store = dist.FileStore(str(store_file), 5)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=5)
+            world = World(rank, 5, rank, 5)
+            ended = training.train(config, out=out, world=world, on_record=on_record if rank == 2 else None)
+            assert ended.final, "no last row"
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    return fork_and_wait(5, run), log.read_text()
+
+
+def main_ended() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    torch.save(run_ended(out), out.with_suffix(".pt"))
 
 
 def main_joined() -> None:

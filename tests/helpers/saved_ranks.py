@@ -27,12 +27,12 @@ class _Versioned(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def begin(learners: int | None, strategy: Any = None, *, named: bool = False) -> tuple[Any, Any]:
+def begin(learners: int | None, strategy: Any = None, *, named: bool = False, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(_Versioned(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = FusedAdamW(model.named_parameters() if named else model.parameters(), lr=0.01)
     strategy = strategy or ddpcore.DPSGD(ddpcore.Ring())
-    return ddpcore.distribute(model, optimizer, strategy, learners=learners), optimizer
+    return ddpcore.distribute(model, optimizer, strategy, learners=learners, **options), optimizer
 
 
 def train(handle: Any, optimizer: Any, first: int, until: int) -> None:
@@ -52,15 +52,15 @@ def flat(handle: Any) -> list[torch.Tensor]:
     return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone() for model in handle.models]
 
 
-def halves(folder: Path, learners: int | None) -> dict[str, Any]:
+def halves(folder: Path, learners: int | None, **options: Any) -> dict[str, Any]:
     """Six steps at once, and three and three."""
-    handle, optimizer = begin(learners)
+    handle, optimizer = begin(learners, **options)
     train(handle, optimizer, 0, 6)
-    half, optimizer = begin(learners)
+    half, optimizer = begin(learners, **options)
     train(half, optimizer, 0, 3)
     dcp.save({"run": RunState(half), "more": {"epoch": 3}}, checkpoint_id=folder)
     saved, average = flat(half), torch.cat([p.detach().reshape(-1) for p in half.evaluation_model().parameters()])
-    later, optimizer = begin(learners)
+    later, optimizer = begin(learners, **options)
     train(later, optimizer, 0, 1)  # what is loaded replaces what is there
     more = {"epoch": 0}
     dcp.load({"run": RunState(later, saved=folder), "more": more}, checkpoint_id=folder)
@@ -71,7 +71,8 @@ def halves(folder: Path, learners: int | None) -> dict[str, Any]:
 
 def main() -> None:
     path, _, world_size = ranks.join()
-    found = halves(path.parent / "saved", None)
+    connection = ddpcore.Connection(on_failure="raise" if world_size == 2 else "shrink")
+    found = halves(path.parent / "saved", None, connection=connection)
     if world_size == 2:
         of_three = path.parent.parent / f"{path.parent.name}-three"
         other, optimizer = begin(None)

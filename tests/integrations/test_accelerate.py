@@ -266,6 +266,16 @@ def test_a_rank_file_of_another_run_is_refused(tmp_path: Path) -> None:
         accelerator.load_state(str(tmp_path / "0"))
 
 
+def test_ranks_that_may_die_load_their_own_files(tmp_path: Path) -> None:
+    """Also those that are left after a death: a file has the number that a resumed run would give to its rank."""
+    found = ranks.run("accelerate_ranks", 4, more=[[tmp_path, "dies"]] * 4)
+    assert [len(one) for one in found] == [2, 1, 2, 2]
+    for had, loaded in (pair for one in found for pair in one):
+        assert torch.equal(had, loaded)
+    assert not torch.equal(found[0][0][0], found[2][0][0])
+    assert sorted(path.name for path in (tmp_path / "left").iterdir()) == [f"ddpcore_rank_{one}.pt" for one in range(3)]
+
+
 def test_a_load_that_failed_does_not_come_back(tmp_path: Path) -> None:
     """The optimizer then loads what the program gives it, and not the rank's file."""
     accelerator, _, _, train = _run(nn.Linear(4, 4))

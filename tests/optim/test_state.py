@@ -115,6 +115,16 @@ def test_copies_by_deepcopy_and_pickle_go_on(make, kind):
         assert_same(model, copied)
 
 
+def test_loaded_states_and_copies_add_no_options() -> None:
+    """A rank that joins loads the state of another one, and options must be the same on both."""
+    for make in (*MAKES.values(), FusedAdamW, Muon):
+        optimizer, loaded = (make([layer.weight for layer in net()]) for _ in range(2))
+        before = set(optimizer.defaults), [set(group) for group in optimizer.param_groups]
+        loaded.load_state_dict(optimizer.state_dict())
+        for one in (loaded, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert (set(one.defaults), [set(group) for group in one.param_groups]) == before
+
+
 @pytest.mark.parametrize("options", SGDS, ids=str)
 def test_sgd_to_torch_and_back(options):
     """Two optimizers of some five roundings a step, over nine steps, of values up to 4."""

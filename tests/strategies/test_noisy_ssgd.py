@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import nn
 import ddpcore
 from ddpcore import SSGD, NoisySSGD, ops
 from ddpcore.ops import Noise
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedAdamW, FusedSGD
 from ddpcore.strategies.noisy_ssgd import _seed_of
 from helpers.training import rows_of
 
@@ -224,6 +224,22 @@ def test_states_in_the_middle_of_a_forward_pass_are_refused() -> None:
         handle.model(torch.randn(num, 3, 4))
         handle.load_state_dict(state)  # also alone, it leaves no noise
         assert torch.equal(model.layer.weight, clean)
+
+
+def test_padding_stays_zero() -> None:
+    """Also where no kernel of the optimizer adds the noise: a rank that joins has zeros there."""
+    for kind, where in product((torch.optim.SGD, FusedSGD, FusedAdamW), ("shared", "per_learner")):
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
+        optimizer = kind(model.parameters(), lr=0.01)
+        handle = ddpcore.distribute(model, optimizer, NoisySSGD(0.1, where=where), learners=2)
+        for _ in range(2):
+            handle.model(torch.randn(2, 4, 5)).sum().backward()
+            optimizer.step()
+        padded_LP = handle.learner.flat.param_LP.clone()
+        for view in handle.learner.flat.views_of(padded_LP):
+            assert view.all()
+            view.zero_()
+        assert not padded_LP.any()
 
 
 def test_nothing_is_sent_for_the_noise() -> None:

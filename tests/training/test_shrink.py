@@ -139,6 +139,19 @@ def test_a_rank_joins_a_run(tmp_path: Path) -> None:
     assert not (out / "join.json").exists()
 
 
+def test_rows_that_a_dying_rank_was_to_write_are_written_once(tmp_path: Path) -> None:
+    """By the next one, if the rank that writes dies before or after the row of an epoch or of the end."""
+    out = tmp_path / "run"
+    ranks.succeeds("-m", "helpers.elastic_ranks", "main_ended", out)
+    codes, said = torch.load(out.with_suffix(".pt"))
+    assert codes == {**dict.fromkeys(range(3), -signal.SIGKILL), 3: 0, 4: 0}, said
+    rows = read_lines(out / "record.jsonl").rows
+    assert [row["kind"] for row in rows] == ["run", "members", "epoch", "epoch", "members", "end", "members"]
+    (end,) = (row for row in rows if row["kind"] == "end")
+    assert end["step"] == rows[0]["total_steps"] and end["flatness"] and end["accuracy"] > 0.3
+    assert (out / "model.safetensors").exists()
+
+
 def test_one_torchrun_for_each_rank(tmp_path: Path) -> None:
     """Rank 1 is killed, so its agent ends; the other two finish the run. The commands of docs/multihost.md."""
     with socket.create_server(("127.0.0.1", 0)) as free:
