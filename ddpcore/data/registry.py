@@ -11,17 +11,11 @@ from ddpcore.data.download import SOURCES
 from ddpcore.data.download import download as download_files
 from ddpcore.options.registry import Registry
 
-DATASETS: Registry[Dataset] = Registry(
-    "data set",
-    "ddpcore.datasets",
-    Dataset,
-    {
-        "digits": built_in.load_digits, "python_text": built_in.load_python_text,
-        "synthetic": built_in.load_synthetic, "synthetic_speech": speech.load, "saddle": built_in.load_saddle,
-        "features": features.load, "mnist": mnist.load, "cifar10": cifar.load_cifar10, "cifar100": cifar.load_cifar100,
-    },
-    reserved=("data_dir", "seed", "verify"),
-)  # fmt: skip
+DATASETS: Registry[Dataset] = Registry("data set", "ddpcore.datasets", Dataset, {
+    "digits": built_in.load_digits, "python_text": built_in.load_python_text,
+    "synthetic": built_in.load_synthetic, "synthetic_speech": speech.load, "saddle": built_in.load_saddle,
+    "features": features.load, "mnist": mnist.load, "cifar10": cifar.load_cifar10, "cifar100": cifar.load_cifar100,
+}, reserved=("data_dir", "seed", "verify"))  # fmt: skip
 
 
 def load_dataset(

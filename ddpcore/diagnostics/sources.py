@@ -244,10 +244,9 @@ class LearnerStatistics(Source):
         return result
 
     def _add_products(self, result: Measured, own_P: Tensor, at_mean_P: Tensor, full_P: Tensor) -> None:
-        rows = [own_P, at_mean_P, full_P]
         bounds, numbers = self._part(0, self._learner.flat.numel)
         products = torch.zeros(3, 3, len(self._names), dtype=torch.float64, device=own_P.device)
-        products[:, :, numbers] = noise_sums(rows, bounds).movedim(0, 2)
+        products[:, :, numbers] = noise_sums([own_P, at_mean_P, full_P], bounds).movedim(0, 2)
         result.products = self._of_learners(products).sum(2)
         rates = {float(group["lr"]) for group in self._optimizer.param_groups}
         result.lr = rates.pop() if len(rates) == 1 else float("nan")

@@ -37,22 +37,22 @@ def check_alike(learner: Learner, columns: Tensor, *, is_apart: bool) -> None:
     states = _sums_of_states(learner).sum(dim=1)
     facts = torch.tensor([len(options), crc32(repr(options).encode()), is_apart], dtype=torch.int64, device=bits.device)
     own = torch.cat([torch.stack([weights, states], dim=1), facts.repeat(len(bits), 1)], dim=1)
-    everyone = learner.comm.gather(own, step).cpu()
+    everyone, ids = learner.comm.gather(own, step).cpu(), learner.comm.members
     if (other := _first_other(everyone[:, 2])) is not None:
-        what = f"the optimizer has {int(everyone[0, 2])} options in its groups on learner 0"
-        raise RuntimeError(f"{what} and {int(everyone[other, 2])} on learner {other}: add groups on all alike")
+        what = f"the optimizer has {int(everyone[0, 2])} options in its groups on learner {ids[0]}"
+        raise RuntimeError(f"{what} and {int(everyone[other, 2])} on learner {ids[other]}: add groups on all alike")
     if _first_other(everyone[:, 3]) is not None:
         _name_option(learner, options)
     if everyone[:, 4].any():
         return
     if (other := _first_other(everyone[:, 0])) is not None:
-        what = f"the weights of learner {other} differ from those of learner 0"
+        what = f"the weights of learner {ids[other]} differ from those of learner {ids[0]}"
         advice = learner.advice("load states and change weights on all alike (or traits.stays_identical is wrong)")
         raise RuntimeError(f"{what}, and their average of gradients cannot bring them together: {advice}")
     if (other := _first_other(everyone[:, 1])) is not None:
         sums = learner.comm.gather(_sums_of_states(learner), step).cpu()
         name = flat.names[int((sums[other] != sums[0]).nonzero()[0])]
-        what = f"the state of the optimizer for {name} on learner {other} differs from that of learner 0"
+        what = f"the state of the optimizer for {name} on learner {ids[other]} differs from that of learner {ids[0]}"
         advice = "load and change states on all alike (or traits.stays_identical is wrong)"
         raise RuntimeError(f"{what}, and so will weights: {advice}")
 
@@ -71,11 +71,12 @@ def _name_option(learner: Learner, options: list[tuple[str, Any]]) -> NoReturn:
     for index, (name, _) in enumerate(options):
         column, are_known = everyone[:, index], are_numbers[:, index].all()
         if (other := _first_other(column)) is not None:
-            found = f"{float(column[0]):g} on learner 0 and {float(column[other]):g}"
-            what = f"{name} is {found if are_known else 'not the same on learner 0 and'} on learner {other}"
+            first, second = (f"on learner {learner.comm.members[place]}" for place in (0, other))
+            found = f"{float(column[0]):g} {first} and {float(column[other]):g}"
+            what = f"{name} is {found if are_known else f'not the same {first} and'} {second}"
             advice = "give all of them the same optimizer, schedule and loaded state"
             raise RuntimeError(f"{what}, which must stay equal: {advice}")
-    raise RuntimeError("options of the optimizer have other names on learner 0: give all learners the same optimizer")
+    raise RuntimeError("options of the optimizer have other names on one learner: give all learners the same optimizer")
 
 
 def check_divided(learner: Learner) -> None:

@@ -473,10 +473,8 @@ class LoopWatch:
         is_other = versions != list(map(_version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             what = "weights were changed between a forward pass and the next step, while neighbours read them"
-            advice = self.learner.advice(
-                "change them after a step, evaluate under torch.no_grad(), or take order='adapt_then_combine'"
-            )
-            raise RuntimeError(f"{what}: {advice}")
+            advice = "change them after a step, evaluate under torch.no_grad(), or take order='adapt_then_combine'"
+            raise RuntimeError(f"{what}: {self.learner.advice(advice)}")
 
 
 _MOVED = (

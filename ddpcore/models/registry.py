@@ -81,21 +81,15 @@ class ModelRegistry(Registry[nn.Module]):
         return super().build(name, *arguments, **{**options, **sizes})
 
 
-MODELS = ModelRegistry(
-    "model",
-    "ddpcore.models",
-    nn.Module,
-    {
-        "simplenet": small.SimpleNet, "mlp": small.MLP, "lenet5": small.LeNet5, "mnist_cnn": small.MnistCNN,
-        "simple_cnn": small.SimpleCNN, "resnet": residual.ResNet, "resnet18": residual.ResNet18,
-        "vit": transformers.ViT, "byte_transformer": transformers.ByteTransformer,
-        "vgg19": convolutional.VGG19, "googlenet": convolutional.GoogLeNet, "resnext29": residual.ResNeXt29,
-        "densenet121": convolutional.DenseNet121, "mobilenet": mobile.MobileNet, "senet18": residual.SENet18,
-        "mobilenet_v2": mobile.MobileNetV2, "shufflenet": mobile.ShuffleNet, "efficientnet_b0": mobile.EfficientNetB0,
-        "saddle": small.Saddle, "speech_lstm": small.SpeechLSTM,
-    },
-    reserved=("input_shape", "num_classes"),
-)  # fmt: skip
+MODELS = ModelRegistry("model", "ddpcore.models", nn.Module, {
+    "simplenet": small.SimpleNet, "mlp": small.MLP, "lenet5": small.LeNet5, "mnist_cnn": small.MnistCNN,
+    "simple_cnn": small.SimpleCNN, "resnet": residual.ResNet, "resnet18": residual.ResNet18,
+    "vit": transformers.ViT, "byte_transformer": transformers.ByteTransformer,
+    "vgg19": convolutional.VGG19, "googlenet": convolutional.GoogLeNet, "resnext29": residual.ResNeXt29,
+    "densenet121": convolutional.DenseNet121, "mobilenet": mobile.MobileNet, "senet18": residual.SENet18,
+    "mobilenet_v2": mobile.MobileNetV2, "shufflenet": mobile.ShuffleNet, "efficientnet_b0": mobile.EfficientNetB0,
+    "saddle": small.Saddle, "speech_lstm": small.SpeechLSTM,
+}, reserved=("input_shape", "num_classes"))  # fmt: skip
 
 
 def _spell(shape: tuple[int, ...]) -> str:

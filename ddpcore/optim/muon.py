@@ -189,12 +189,11 @@ class Muon(SavedOptimizer):
 
     def _step_adamw(self, groups: list[Group]) -> None:
         """Step other parameters. Their optimizer has the same states, and the options of now."""
-        if len(groups) != (0 if self._adamw is None else len(self._adamw.param_groups)):
-            self._make_adamw()  # the program has changed param_groups
+        known = 0 if self._adamw is None or self._adamw.state is not self.state else len(self._adamw.param_groups)
+        if len(groups) != known:
+            self._make_adamw()  # the program has changed param_groups or state
         if self._adamw is None:
             return
-        if self._adamw.state is not self.state:  # torch.compile of torch 2.11 cannot assign it
-            self._adamw.state = self.state
         for own, group in zip(self._adamw.param_groups, groups, strict=True):
             own["params"], own["lr"], own["weight_decay"] = group["params"], group["lr"], group["weight_decay"]
             own["betas"], own["eps"] = group["adamw_betas"], group["adamw_eps"]

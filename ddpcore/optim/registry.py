@@ -15,18 +15,12 @@ from ddpcore.optim.muon import Muon
 from ddpcore.optim.sgd import FusedSGD
 from ddpcore.options.registry import Registry
 
-OPTIMIZERS: Registry[torch.optim.Optimizer] = Registry(
-    "optimizer",
-    "ddpcore.optimizers",
-    torch.optim.Optimizer,
-    {
-        "sgd": FusedSGD, "lars": FusedLARS, "lamb": FusedLAMB, "adamw": FusedAdamW, "muon": Muon,
-        "torch_sgd": torch.optim.SGD, "adam": torch.optim.Adam, "torch_adamw": torch.optim.AdamW,
-        "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "rmsprop": torch.optim.RMSprop,
-        "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta,
-    },
-    reserved=("params", "lr", "max_grad_norm", "process_group"),
-)  # fmt: skip
+OPTIMIZERS: Registry[torch.optim.Optimizer] = Registry("optimizer", "ddpcore.optimizers", torch.optim.Optimizer, {
+    "sgd": FusedSGD, "lars": FusedLARS, "lamb": FusedLAMB, "adamw": FusedAdamW, "muon": Muon,
+    "torch_sgd": torch.optim.SGD, "adam": torch.optim.Adam, "torch_adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam, "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta,
+}, reserved=("params", "lr", "max_grad_norm", "process_group"))  # fmt: skip
 
 
 def clips_itself(name: str) -> bool:

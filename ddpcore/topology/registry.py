@@ -28,14 +28,8 @@ def topology_named(wanted: Any, seed: int = 0) -> Topology:
 
 
 # Those that are made from a list, a matrix or a graph have no name.
-TOPOLOGIES: Registry[Topology] = Registry(
-    "topology",
-    "ddpcore.topologies",
-    Topology,
-    {
-        "complete": Complete, "ring": Ring, "star": Star, "torus_2d": Torus2D, "hypercube": Hypercube,
-        "static_exponential": StaticExponential, "random_pair": RandomPair,
-        "one_peer_exponential": OnePeerExponential, "hierarchical": _hierarchical, "scheduled": _scheduled,
-    },
-    reserved=("seed",),
-)  # fmt: skip
+TOPOLOGIES: Registry[Topology] = Registry("topology", "ddpcore.topologies", Topology, {
+    "complete": Complete, "ring": Ring, "star": Star, "torus_2d": Torus2D, "hypercube": Hypercube,
+    "static_exponential": StaticExponential, "random_pair": RandomPair,
+    "one_peer_exponential": OnePeerExponential, "hierarchical": _hierarchical, "scheduled": _scheduled,
+}, reserved=("seed",))  # fmt: skip

@@ -115,8 +115,7 @@ class Progress:
         rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
         if comm.member != new:
             return writer
-        assert comm.membership is not None
-        row = next(row for one, row in zip(comm.membership.members, rows, strict=True) if one != new)
+        row = next(row for one, row in zip(comm.members, rows, strict=True) if one != new)
         given: dict[str, Any] = json.loads(bytes(row.tolist()))
         writer = given.pop("writer")
         for name, value in given.items():

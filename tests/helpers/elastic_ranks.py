@@ -68,8 +68,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 POLICIES = {
     "awc_ring": ddpcore.Policies(momentum="gossip"),
     "atc": ddpcore.Policies(momentum="average"),
-    # Ranks gather digests of buffers while an exchange is in progress.
-    **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),
+    **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),  # ranks gather during an exchange
 }
 OPTIONS = {"awc_nan": {"on_nonfinite": "quarantine"}}  # in the sixth step, learner 3 has no number
 OPTIMIZERS = {
@@ -86,7 +85,6 @@ class Trial(NamedTuple):
     deaths: tuple[tuple[int, int, bool], ...]  # rank, operation, whether after it has published its row
     transport: str = "shm"
     num_newcomers: int = 0  # ranks that join after the third step, or after the deaths
-
     newcomer: str = ""  # the strategy of a newcomer, if it is another one
 
     @property
@@ -95,9 +93,7 @@ class Trial(NamedTuple):
         return NUM_STEPS + 8 * (self.num_newcomers > 0)
 
     def __str__(self) -> str:
-        deaths = "+".join(
-            f"{rank}at{operation}{'after' if late else 'before'}" for rank, operation, late in self.deaths
-        )
+        deaths = "+".join(f"{rank}at{number}{'after' if late else 'before'}" for rank, number, late in self.deaths)
         joins = f"+{self.num_newcomers}" if self.num_newcomers else ""
         return f"{self.strategy}{self.newcomer}-{self.world_size}{joins}-{deaths}-{self.transport}"
 
@@ -246,9 +242,8 @@ STRATEGY_NAMES = tuple(STRATEGIES)
 
 def first_operation(strategy: str) -> int:
     """An operation in the middle of a run, in which nothing is set up any more. SSGD has several buckets a step."""
-    return {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9, "awc_nan": 10, "stale": 7}.get(
-        strategy, 6
-    )
+    known = {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9, "awc_nan": 10, "stale": 7}
+    return known.get(strategy, 6)
 
 
 NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan", "noisy")]
@@ -268,7 +263,6 @@ TRIALS += [  # over gloo, where messages of a rank that dies may or may not arri
     Trial("awc", 3, ((1, 8, False), (2, 9, False)), "pg"),
 ]
 TRIALS += [Trial("awc_nan", 4, ((0, first_operation("awc_nan"), False),), transport) for transport in ("shm", "pg")]
-
 JOINS = [
     *(Trial(name, 3, (), "shm", 1) for name in ("awc_ring", "atc", "ssgd", "noisy", "diloco", "slowmo", "push_sum3")),
     Trial("cta", 4, ((2, 6, False),), "shm", 1),
