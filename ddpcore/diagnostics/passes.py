@@ -362,8 +362,7 @@ def scale_of(scaler: torch.amp.GradScaler | None, device: torch.device) -> Tenso
 
 def scale_left(optimizer: torch.optim.Optimizer) -> Tensor | float:
     """The factor of the gradients that ``GradScaler.step`` leaves to an optimizer that unscales them itself, else 1."""
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else scale
+    return 1.0 if (scale := getattr(optimizer, "grad_scale", None)) is None else scale
 
 
 def parts_of(loss: Loss) -> Iterator[Tensor]:

@@ -339,8 +339,7 @@ class PassStatistics(Source):
         """Discard the passes so far."""
         self._num_passes = 0
         self._disjoint = False  # whether two consecutive passes had no parameter in common
-        self._reached: set[int] = set()  # ids of parameters that this pass reached, and the previous one
-        self._reached_before: set[int] = set()
+        self._reached, self._reached_before = set[int](), set[int]()  # ids of parameters, by this pass and the previous
         self._old: dict[int, Tensor | None] = {}  # by parameter: its gradient before this pass
         self._first_P: Tensor | None = None  # all gradients before the first pass
         self._last_P: Tensor | None = None  # all gradients after the previous pass

@@ -464,8 +464,7 @@ class LoopWatch:
         bits = self._weight_bits() if has_others and columns_LX is None else None
         self._sent = list(map(_version_of, self._flat.parameters)), bits
         if has_others and (named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)):
-            ids = learner.comm.ids
-            raise NonFiniteError([self._event(ids[row], name, "weights") for row, name in named.items()])
+            raise NonFiniteError([self._event(learner.comm.ids[row], name, "weights") for row, name in named.items()])
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""

@@ -118,8 +118,7 @@ class Progress:
         row = next(row for one, row in zip(comm.members, rows, strict=True) if one != new)
         given: dict[str, Any] = json.loads(bytes(row.tolist()))
         writer = given.pop("writer")
-        for name, value in given.items():
-            setattr(self, name, value)
+        vars(self).update(given)
         self.epoch_lost_L.fill_(self.epoch_steps)
         self.window_lost_L.fill_(self.window_steps)
         self._started = time.perf_counter() - self.seconds

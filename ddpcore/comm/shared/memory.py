@@ -80,7 +80,7 @@ def is_held(descriptor: int) -> bool:
     return False
 
 
-_own: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()  # buffers of this process, descriptors
+_own: dict[int, weakref.ref[mmap.mmap]] = {}  # buffers of this process, by their descriptors
 _fork = threading.local()  # ``copies`` of the fork under way: each buffer, its address, that of a copy, its descriptor
 _library = ctypes.CDLL(None)
 _library.mmap.restype = ctypes.c_void_p
@@ -92,12 +92,18 @@ _WRITABLE, _FIXED, _NONE = mmap.PROT_READ | mmap.PROT_WRITE, 0x10, ctypes.c_void
 def _copy_own() -> None:
     """Before a fork: later writes of this process reach its pages, and the forked one must not read them."""
     _fork.copies = []
-    for mapped, descriptor in list(_own.items()):
+    known = _own.copy().items()  # another thread may allocate or free one meanwhile
+    for mapped, descriptor in [(mapped, one) for one, buffer in known if (mapped := buffer()) is not None]:
         there, size = ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped)
         here = _library.mmap(None, size, _WRITABLE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if here != _NONE:
             ctypes.memmove(here, there, size)
         _fork.copies.append((mapped, there, here, descriptor))
+
+
+def _forget(descriptor: int) -> None:
+    del _own[descriptor]
+    os.close(descriptor)
 
 
 def _free_copies() -> None:
@@ -126,8 +132,8 @@ class HostMemory(Memory):
     def allocate(self, num_bytes: int) -> tuple[Tensor, bytes]:
         descriptor = create_file(num_bytes)
         mapped = map_file(descriptor, num_bytes, ours=True)
-        _own[mapped] = descriptor
-        weakref.finalize(mapped, os.close, descriptor)
+        _own[descriptor] = weakref.ref(mapped)
+        weakref.finalize(mapped, _forget, descriptor)
         return torch.frombuffer(mapped, dtype=torch.uint8), str(descriptor).encode()
 
     @override

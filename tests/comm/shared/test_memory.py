@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from functools import partial
 from itertools import product
 
 import pytest
@@ -69,6 +71,30 @@ def test_threads_that_fork_at_once_leave_the_buffers_alone() -> None:
     for thread in threads:
         thread.join()
     assert codes == [0] * 30 and not any(buffer.any() for buffer in buffers)
+
+
+def test_a_fork_while_other_threads_allocate_leaves_the_buffers_alone(request: pytest.FixtureRequest) -> None:
+    buffers, ends = [HostMemory().allocate(2**14)[0] for _ in range(20)], threading.Event()
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+
+    def allocate() -> None:
+        while not ends.is_set():
+            [HostMemory().allocate(4096) for _ in range(4)]
+
+    threads = [threading.Thread(target=allocate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        if not (child := os.fork()):
+            for buffer in buffers:
+                buffer.numpy()[:] = 9
+            os._exit(0)
+        os.waitpid(child, 0)
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert not any(buffer.any() for buffer in buffers)
 
 
 def test_a_fork_for_whose_copies_memory_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
