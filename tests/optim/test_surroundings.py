@@ -432,12 +432,12 @@ def test_a_first_step_is_one_graph(name, lr):
     assert torch.equal(weight, eager)
 
 
-@pytest.mark.parametrize("lr", ["1e-3", None, [0.1]])
 @each_optimizer
-def test_a_wrong_learning_rate_is_shown_with_its_type(name, lr):
-    with pytest.raises(ValueError, match=r"lr is .*: it must be a finite number") as caught:
-        OPTIMIZERS[name]([nn.Parameter(torch.ones(2, 2))], lr=lr)
-    assert repr(lr) in str(caught.value)
+def test_a_wrong_learning_rate_is_shown_with_its_type(name):
+    for lr in ("1e-3", None, [0.1]):
+        with pytest.raises(ValueError, match=r"lr is .*: it must be a finite number") as caught:
+            OPTIMIZERS[name]([nn.Parameter(torch.ones(2, 2))], lr=lr)
+        assert repr(lr) in str(caught.value)
 
 
 @pytest.mark.parametrize("momentum", [torch.tensor(0.5), torch.tensor([0.5])])
