@@ -168,9 +168,8 @@ class ElasticCommunicator(Communicator):
     def _agree(self, operation: Operation) -> Members:
         """Wait for all members, and take note of those that are gone, in the first operation without them."""
         while operation.come is None:
-            first = self._waiting[0]  # perhaps one that began before, and is used later
+            first = self._waiting.pop(0)  # perhaps one that began before, and is used later
             first.come = self._fabric.agree(first)
-            self._waiting.pop(0)
             left = tuple(one for one in self.membership.members if one in first.come)
             if left != self.membership.members:
                 self.membership.change(left, first.number, first.step)

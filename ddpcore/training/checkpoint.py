@@ -44,8 +44,7 @@ class Checkpoints:
     @property
     def members(self) -> tuple[int, ...]:
         """The ids of the processes of the run, ascending."""
-        membership = None if self.comm is None else self.comm.membership
-        return tuple(range(self.num_ranks)) if membership is None else membership.members
+        return tuple(range(self.num_ranks) if self.comm is None else self.comm.members)
 
     @property
     def is_first(self) -> bool:

@@ -270,7 +270,7 @@ JOINS = [
     Trial("awc_bf16", 3, (), "pg", 1),
     Trial("local_sgd", 3, (), "pg", 1),
     Trial("atc", 4, ((1, 9, False),), "pg", 1),
-    Trial("push_sum3", 4, ((2, 9, False),), "shm", 1),  # while the new one gets its state, which is of five learners
+    Trial("push_sum3", 4, ((2, 10, False),), "shm", 1),  # while the new one gets its state, which is of five learners
     Trial("awc_bf16", 4, ((2, 10, False),), "shm", 1),
 ]
 REFUSED = [Trial("atc", 3, (), "shm", 1, "slowmo"), Trial("stale", 3, (), "pg", 1)]

@@ -118,7 +118,10 @@ class Coordinator:
         """Become a rank, between two operations of the others. OSError: one of them cannot be reached."""
         self._descriptors[rank] = self._descriptors.pop(self.rank)
         self.rank, self.num_operations = rank, num_operations
-        self.meet({**addresses, rank: self.address})
+        try:
+            self.meet({**addresses, rank: self.address})
+        except FileNotFoundError as error:
+            raise OSError("a rank of the run died while this one joined: join again") from error
 
     def admit(self, rank: int, address: ControlAddress) -> None:
         """Meet a rank that joins. If it has died already, it never comes to an operation."""
@@ -159,8 +162,7 @@ class Coordinator:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
     # --- operations ----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ddpcore.comm.shared import memory
+from ddpcore.comm.shared.coordination import Coordinator
 from ddpcore.comm.shared.memory import HostMemory, create_file, open_file
 
 
@@ -107,3 +108,12 @@ def test_a_fork_for_whose_copies_memory_is_too_small(monkeypatch: pytest.MonkeyP
         own.numpy()[:] = 3
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0 and not own.any()
+
+
+def test_a_rank_that_joins_meets_one_that_has_died() -> None:
+    coordinator = Coordinator(None, 1.0)
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(OSError, match="a rank of the run died while this one joined: join again"):
+        coordinator.join(1, {0: coordinator.address._replace(pid=child)}, 0)
