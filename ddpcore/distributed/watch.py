@@ -21,14 +21,14 @@ from ddpcore.distributed.guards import callers, num_registered, register, wrappe
 from ddpcore.distributed.resets import ResetWatch, check_modes, check_norms
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
-from ddpcore.parameters.flat import LARGE
+from ddpcore.parameters.flat import LARGE, gradient_of, version_of
 from ddpcore.parameters.hooks import exclude_from_compilation
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
 from ddpcore.strategies.ssgd import own_samples
 
-_gradient_of, _version_of, _kind_of = attrgetter("grad"), attrgetter("_version"), attrgetter("dtype", "shape")
+_kind_of = attrgetter("dtype", "shape")
 
 
 class LoopWatch:
@@ -257,15 +257,15 @@ class LoopWatch:
 
     def needs_none(self) -> bool:
         """Whether a step needs no average: without a pass it repeats the last one's gradients, or no rank has any."""
-        comm, grads = self.learner.comm, map(_gradient_of, self._flat.parameters)
+        comm, grads = self.learner.comm, map(gradient_of, self._flat.parameters)
         has_some = any(grad is not None for grad in grads) or len(comm.learners) == comm.num_learners
         return has_some and not self.num_passes and not self._has_others()
 
     def _has_others(self) -> bool:
         """Whether there are gradients that are not the last step's averages."""
         averages = self._averages()
-        unchanged = list(map(_version_of, averages)) == self._stepped
-        pairs = zip(map(_gradient_of, self._flat.parameters), averages, strict=True)
+        unchanged = list(map(version_of, averages)) == self._stepped
+        pairs = zip(map(gradient_of, self._flat.parameters), averages, strict=True)
         return any(grad is not None and not (unchanged and grad is average) for grad, average in pairs)
 
     def check_passes(self) -> None:
@@ -338,7 +338,7 @@ class LoopWatch:
         if self._called or averages:  # _check_averaged checks others
             is_alone = self._called == {False}
         else:
-            has_grad = [gradient is not None for gradient in map(_gradient_of, self._flat.parameters)]
+            has_grad = [gradient is not None for gradient in map(gradient_of, self._flat.parameters)]
             is_alone = any(has_grad) and not any(has_grad[len(self._flat.segments) :])
         return is_alone and not (self._traits.weights == "samples" and not own_samples(self.learner)[1:].any())
 
@@ -353,7 +353,7 @@ class LoopWatch:
             self.resets.begin_step()
         if self._traits.averages_gradients:
             self._outside = self._outside if self._segments is self._flat.segments else {}  # moved into the buffer
-            self._stepped = list(map(_version_of, self._averages()))
+            self._stepped = list(map(version_of, self._averages()))
 
     def _check_buffers(self) -> None:
         """Check that both flat buffers are where they were allocated."""
@@ -431,11 +431,11 @@ class LoopWatch:
     def _suspects(self, one_row: bool) -> list[int]:
         """Rows whose gradients may not be finite, from one sum over the gradients."""
         flat = self._flat
-        gradients = list(map(_gradient_of, flat.parameters))
+        gradients = list(map(gradient_of, flat.parameters))
         one_row = one_row and all(map(is_, gradients, self._averages()))  # gather_grads counts references
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
-            gradients = list(map(_gradient_of, flat.parameters))
+            gradients = list(map(gradient_of, flat.parameters))
         if flat.grad_start is not None and all(map(is_, gradients, flat.grad_views)):
             sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
@@ -462,14 +462,14 @@ class LoopWatch:
         learner, weights_LX = self.learner, self._flat.param_LP if columns_LX is None else columns_LX
         has_others = learner.comm.num_learners > 1 and not is_capturing(weights_LX)
         bits = self._weight_bits() if has_others and columns_LX is None else None
-        self._sent = list(map(_version_of, self._flat.parameters)), bits
+        self._sent = list(map(version_of, self._flat.parameters)), bits
         if has_others and (named := learner.named_nonfinite(suspects(row_sums(weights_LX)), gradients=False)):
             raise NonFiniteError([self._event(learner.comm.ids[row], name, "weights") for row, name in named.items()])
 
     def check_unchanged(self) -> None:
         """See :meth:`ddpcore.strategies.learner.Learner.check_unchanged`."""
         versions, bits = self._sent
-        is_other = versions != list(map(_version_of, self._flat.parameters))
+        is_other = versions != list(map(version_of, self._flat.parameters))
         if is_other or (bits is not None and not torch.equal(bits, self._weight_bits())):
             what = "weights were changed between a forward pass and the next step, while neighbours read them"
             advice = "change them after a step, evaluate under torch.no_grad(), or take order='adapt_then_combine'"
