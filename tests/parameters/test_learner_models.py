@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 
 import ddpcore
 from ddpcore.parameters.copies import copies_of
@@ -482,3 +483,14 @@ def test_a_function_that_holds_the_model_is_found_wherever_it_is(kind: str) -> N
         copies_of(model, 2)
     model.kept = HIDDEN[kind](lambda inputs: 2 * inputs)
     assert copies_of(model, 2)[1].kept is not model.kept
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_copies_of_a_model_that_learns_its_quantization() -> None:
+    """Eager mode keeps functions that hold the model in ``qconfig``. They ask the model for its device alone."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    first, second = copies_of(quantization.prepare_qat(model), 2)
+    second(torch.ones(1, 4))
+    seen = [one[0].activation_post_process.activation_post_process.max_val for one in (first, second)]
+    assert [one.isinf().item() for one in seen] == [True, False]
