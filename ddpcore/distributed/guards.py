@@ -267,7 +267,7 @@ def shards_of(model: nn.Module, group: dist.ProcessGroup | None, learners: int |
         if not is_dtensor(parameter):
             is_fsdp = any(hasattr(module, "_get_fsdp_state") for module in model.modules())
             parallel = "lay it out, too, by SequenceParallel() or distribute_module(input_fn=, output_fn=)"
-            advice = "call fully_shard on the whole model" if is_fsdp else parallel
+            advice = "call fully_shard on the whole model, without ignored_params" if is_fsdp else parallel
             raise ValueError(f"parameter {name} is whole and {sharded} a DTensor: {advice}")
         if any(placement.is_partial() for placement in placements_of(parameter)):
             raise ValueError(f"parameter {name} has partial sums: redistribute it to shards or replicas first")
