@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ddpcore.parameters.hooks import node_hooks
 
-_UNCHECKED = ("_parameters", "_buffers", "_modules", "qconfig")  # copied whole; torch.ao asks the last for a device
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes of a module, which deepcopy copies
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, torch.dtype, torch.device)
 
@@ -134,7 +134,7 @@ def _check_functions(model: nn.Module, copied: nn.Module, what: str) -> None:
         places.append((f"parameter {name}", {kind: _hooks_of(one, kind) for kind in _PARAMETER_HOOKS}))
     for place, attributes in places:
         for key, value in attributes.items():
-            if key not in _UNCHECKED and _holds(value, own):
+            if key not in _REGISTERED and _holds(value, own):
                 why = f"is or has a function that holds the model itself, so {what} would use its weights"
                 advice = "take the module from the function's arguments, or set it on each of handle.models"
                 raise ValueError(f"{place}: {key} {why}: make it a method, or {advice} after distribute()")
@@ -162,6 +162,8 @@ def _next(value: Any) -> list[Any]:
     if isinstance(value, weakref.ref):
         return [value()]
     if isinstance(value, types.FunctionType):
+        if (value.__module__ or "").startswith("torch.ao."):  # of a qconfig, and asks the model for its device alone
+            return []
         used = [value.__globals__.get(name) for name in value.__code__.co_names]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         used = [one for one in used if isinstance(one, Tensor | nn.Module)]

@@ -125,8 +125,10 @@ class LearnerModels(nn.Module):
         if not (self.runs_together() if self._are_together is None else self._are_together):
             return self._in_turn(inputs, named_inputs)
         chain = self._rules.chain
-        if chain is None and self.vectorize is None and torch.is_autocast_enabled(tensors[0].device.type):
-            return self._in_turn(inputs, named_inputs)  # vmap adds the bias of a linear layer in another dtype
+        if chain is None and self.vectorize is None:  # vmap saves other tensors, and adds a bias in another dtype
+            packs = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+            if packs or torch.is_autocast_enabled(tensors[0].device.type):
+                return self._in_turn(inputs, named_inputs)
         is_whole = is_one and inputs[0].dim() > 2 and inputs[0].layout == torch.strided
         if chain is not None and not self._takes_any_batch and not (is_whole and is_aligned(inputs[0])):
             return self._in_turn(inputs, named_inputs)

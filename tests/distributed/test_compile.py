@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -85,3 +86,15 @@ def test_a_compiled_loop_compiles_no_hook_of_a_gradient(strategy: Any) -> None:
     codes = [getattr(hook, "func", hook).__code__ for hook in hooks] + [GradientBuckets._hook.__code__]
     assert len(codes) == 2
     assert not any(map(_debug_get_cache_entry_list, codes))
+
+
+@pytest.mark.parametrize("learners", [None, 2])
+def test_torch_cond_refuses_weights_of_one_buffer(learners: int | None) -> None:
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: F.linear(x, self.weight, self.bias), lambda x: -x[..., :2], (x,))
+
+    model = Branches(4, 2)
+    handle = ddpcore.distribute(model, torch.optim.SGD(model.parameters(), 0.1), ddpcore.SSGD(), learners=learners)
+    with pytest.raises(Exception, match="Input-to-input aliasing"):
+        handle.model(torch.ones(3, 4) if learners is None else torch.ones(2, 3, 4))

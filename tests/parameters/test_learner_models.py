@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.ao import quantization
+from torch.ao.quantization import quantize_fx
 
 import ddpcore
 from ddpcore.parameters.copies import copies_of
@@ -487,10 +488,12 @@ def test_a_function_that_holds_the_model_is_found_wherever_it_is(kind: str) -> N
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 def test_copies_of_a_model_that_learns_its_quantization() -> None:
-    """Eager mode keeps functions that hold the model in ``qconfig``. They ask the model for its device alone."""
-    model = nn.Sequential(nn.Linear(4, 2))
-    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
-    first, second = copies_of(quantization.prepare_qat(model), 2)
-    second(torch.ones(1, 4))
-    seen = [one[0].activation_post_process.activation_post_process.max_val for one in (first, second)]
-    assert [one.isinf().item() for one in seen] == [True, False]
+    """torch.ao keeps functions that hold the model, in ``qconfig`` and in graphs. They ask it for its device alone."""
+    model, inputs = nn.Sequential(nn.Linear(4, 2)), torch.ones(1, 4)
+    mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
+    graph = quantize_fx.prepare_qat_fx(copy.deepcopy(model), mapping, (inputs,))
+    model.qconfig = mapping.global_qconfig
+    for first, second in (copies_of(quantization.prepare_qat(model), 2), copies_of(graph, 2)):
+        second(inputs)
+        seen = [dict(one.named_modules())["0.weight_fake_quant"].activation_post_process for one in (first, second)]
+        assert [one.max_val.isfinite().all().item() and one.max_val.numel() > 0 for one in seen] == [False, True]

@@ -271,6 +271,20 @@ def test_autocast_has_the_dtypes_of_a_model_alone() -> None:
     assert (found.dtype, alone.dtype) == (torch.bfloat16, torch.bfloat16) and torch.equal(found, alone)
 
 
+def test_hooks_of_saved_tensors_see_those_of_a_model_alone() -> None:
+    """vmap saves other tensors, so that activations kept in bfloat16 would give other gradients."""
+    model = Plain()
+    model.layer = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    together, inputs = learners(model, N, None), torch.randn(N, 3, 4)
+    assert together.runs_together()
+    gradients = []
+    for run in (together, lambda rows: torch.stack([one(row) for one, row in zip(together.models, rows, strict=True)])):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one.bfloat16(), lambda one: one.float()):
+            loss = run(inputs).square().sum()
+        gradients.append(torch.autograd.grad(loss, [*together.models.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
 def test_an_error_in_vmap_says_how_models_run_in_turn() -> None:
     class Asks(Plain):
         vectorizes = True
