@@ -382,7 +382,7 @@ class LoopWatch:
             return
         places = zip(flat.names * flat.num_rows, zip(*found, strict=True), zip(*known, strict=True), strict=True)
         name = next(name for name, own, place in places if own != place)
-        causes = ".to(), .data =, prune.remove, vector_to_parameters, or an assignment to a parametrized one"
+        causes = ".to(), .t_(), .data =, a parametrized one assigned, prune.remove or vector_to_parameters"
         raise RuntimeError(f"parameter {name} has left the flat buffer ({causes}): change weights in place, with copy_")
 
     def _check_optimized(self) -> None:
