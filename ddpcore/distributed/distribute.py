@@ -170,7 +170,7 @@ def join(
         store: of the run's process group: a new client of its ``TCPStore``, or its ``FileStore``.
         connection: as the other ranks gave it. Its timeout limits the wait for the run.
 
-    ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+    ValueError: this rank trains something else, or the run takes no rank, as with a scaler. Nothing has changed.
     RuntimeError: there is no such run, or it does not answer.
     """
     policies = policies or Policies()
