@@ -71,7 +71,7 @@ def distribute(
         options: dict[str, Any] = {"learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         return _baseline(model, optimizer, strategy, guards.group_of(group), connection, options)
-    _check(model, optimizer, strategy, policies, scaler, learners)
+    _check(model, optimizer, strategy, policies, connection, scaler, learners)
     group = _group_of(learners, guards.group_of(group), connection, vectorize)
     if (shards := guards.shards_of(model, group, learners)) is not None:
         guards.check_shards(strategy, connection, scaler, on_nonfinite)
@@ -176,7 +176,7 @@ def join(
     policies = policies or Policies()
     connection = replace(connection or Connection(), on_failure="shrink")
     settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
-    _check(model, optimizer, strategy, policies, None, None)
+    _check(model, optimizer, strategy, policies, connection)
     if sharded := guards.layouts_of(model):
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
@@ -270,7 +270,13 @@ def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
 
 
 def _check(
-    model: nn.Module, optimizer: Optimizer, strategy: Strategy, policies: Policies, scaler: object, learners: int | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    policies: Policies,
+    connection: Connection,
+    scaler: object = None,
+    learners: int | None = None,
 ) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
@@ -290,9 +296,12 @@ def _check(
     if scaler is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
         what = f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it"
         raise ValueError(f"{what}: take a fused optimizer, ddpcore's or torch's fused=True")
-    if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
-        what = f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients"
-        raise ValueError(f"{what}, and under {strategy.name} they differ: leave process_group out")
+    if getattr(optimizer, "process_group", None) is not None:
+        what, advice = f"{type(optimizer).__name__} has a process_group, whose ranks", "leave process_group out"
+        if connection.on_failure != "raise":
+            raise ValueError(f"{what} must not die, and on_failure is {connection.on_failure!r}: {advice}")
+        if not strategy.traits.stays_identical:
+            raise ValueError(f"{what} need the same gradients, and under {strategy.name} they differ: {advice}")
     if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
 
