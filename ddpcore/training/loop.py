@@ -259,10 +259,9 @@ class Loop:
         changes = self.trainer.handle.changes[self._num_shared :]
         self._num_shared += len(changes)
         joined = [change.joined[0] for change in changes if change.joined]
-        if self.joins or joined:
-            new = joined[-1] if self.comm.member is None or not self.joins else self.comm.member
+        if joined:  # a new rank knows its own join
             with self._paused():  # so that the progress has the seconds of training until now
-                record = self.progress.share(self.comm, (self._writer, self._num_changes), new)
+                record = self.progress.share(self.comm, (self._writer, self._num_changes), joined[-1])
             self._writer, self._num_changes = record  # the new rank writes later changes itself if that one has died
             self.joins = False
 

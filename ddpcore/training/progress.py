@@ -112,13 +112,12 @@ class Progress:
         """
         names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
         mine = {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
-        text = json.dumps({"record": record, **mine}).encode()
+        text = json.dumps([record, mine]).encode()
         rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
         if comm.member != new:
             return record
         row = next(row for one, row in zip(comm.members, rows, strict=True) if one != new)
-        given: dict[str, Any] = json.loads(bytes(row.tolist()))
-        record = given.pop("record")
+        record, given = json.loads(bytes(row.tolist()))
         vars(self).update(given)
         self.epoch_lost_L.fill_(self.epoch_steps)
         self.window_lost_L.fill_(self.window_steps)
