@@ -8,6 +8,7 @@ done again by the members that are left, from the same rows.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ddpcore.comm.agreement import first_difference
 from ddpcore.comm.base import Communicator, Exchange, Work
 from ddpcore.comm.fabric import Fabric, Members, Operation
 from ddpcore.comm.groups import Fact, at, bytes_of, check_has_average, size_of
-from ddpcore.comm.membership import Membership
+from ddpcore.comm.membership import Change, Membership
 from ddpcore.comm.reductions import CHUNK, sum_of
 from ddpcore.topology.base import Topology
 from ddpcore.topology.rounds import Round
@@ -55,9 +56,11 @@ class ElasticCommunicator(Communicator):
         answer = roll.wait_for(f"answer/{number}")
         if "why" in answer:
             raise ValueError(f"the run does not let this rank join: {answer['why']}")
-        members = tuple(answer["members"])
+        ids = ("members", "lost", "joined")  # JSON has no tuples
+        changes = [Change(**{**one, **{name: tuple(one[name]) for name in ids}}) for one in answer["changes"]]
+        members = changes[-1].members
         self._fabric.join(answer["rank"], members, answer["position"])
-        self.membership = Membership(members, first=self.membership.first)
+        self.membership = Membership(members, first=self.membership.first, changes=changes)
         self.num_operations = self.num_agreed = answer["operation"]
         self._facts, self._num_requests = facts, number  # lets in further ranks
 
@@ -119,6 +122,8 @@ class ElasticCommunicator(Communicator):
         assert self._facts is not None
         if self.num_operations != self.num_agreed:
             why = "an exchange is in progress at the end of each step, as with staleness 1"
+        elif dict(self._facts).get("scaler", "None") != "None":  # update() is still to come in this step
+            why = "the scale of its gradient scaler may change before the next step, and the new rank has another one"
         elif difference := first_difference(self._facts, [(name, value) for name, value in request["facts"]]):
             what, here, there = difference
             why = f"{what} is {there} here and {here} in the run"
@@ -127,10 +132,11 @@ class ElasticCommunicator(Communicator):
             return None
         new = next(one for one in range(len(members) + 1) if one not in members)
         with_new = tuple(sorted((*members, new)))
-        places = {"operation": self.num_operations, "position": self._fabric.position()}
-        roll.write_once(f"answer/{number}", {"rank": new, "members": with_new, **places})
-        self._fabric.admit(new, request["address"], with_new)
         self.membership.change(with_new, self.num_operations, step)
+        changes = [asdict(change) for change in self.membership.changes]
+        places = {"operation": self.num_operations, "position": self._fabric.position()}
+        roll.write_once(f"answer/{number}", {"rank": new, "changes": changes, **places})
+        self._fabric.admit(new, request["address"], with_new)
         return new
 
     @override

@@ -258,6 +258,7 @@ class _Group:
         except RuntimeError as error:
             self.error = _first_line(error)
             return
+        self._limit = timedelta(seconds=min(_CONNECT_SECONDS, roll.timeout))  # after which the roll is called
         if not self._is_nccl:
             self._group.set_timeout(timedelta(seconds=roll.timeout))
         threading.Thread(target=_wait_for_transfers, args=(self._jobs,), daemon=True, name="ddpcore-transfers").start()
@@ -282,7 +283,7 @@ class _Group:
         def wait() -> None:
             try:
                 for work in flight.works:
-                    work.wait()
+                    work.wait(*(() if self._is_nccl else (self._limit,)))
                 flight.is_received = True
                 digest = hashlib.blake2b(str(operation).encode(), digest_size=7).digest()
                 own = torch.tensor([int.from_bytes(digest, "little")], device=device)

@@ -71,12 +71,12 @@ def distribute(
         options: dict[str, Any] = {"learners": learners, "vectorize": vectorize, "scaler": scaler}
         options |= {"on_nonfinite": on_nonfinite, "policies": None if policies == Policies() else policies}
         return _baseline(model, optimizer, strategy, guards.group_of(group), connection, options)
-    _check(model, optimizer, strategy, policies, scaler, learners)
+    settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
+    _check(model, optimizer, strategy, settings)
     group = _group_of(learners, guards.group_of(group), connection, vectorize)
     if (shards := guards.shards_of(model, group, learners)) is not None:
         guards.check_shards(strategy, connection, scaler, on_nonfinite)
         guards.check_codecs(strategy, shards, list(model.parameters()))
-    settings = _settings(connection, learners=learners, policies=policies, scaler=scaler, on_nonfinite=on_nonfinite)
     facts = facts_of(model, optimizer, strategy, settings) + guards.layouts_of(model)
     for one in [] if group is None else [group, *([] if shards is None else shards.groups)]:
         check_agreement(one, facts, connection.timeout)
@@ -170,13 +170,13 @@ def join(
         store: of the run's process group: a new client of its ``TCPStore``, or its ``FileStore``.
         connection: as the other ranks gave it. Its timeout limits the wait for the run.
 
-    ValueError: this rank trains something else than the run, or the run can take no rank. Nothing has changed.
+    ValueError: this rank trains something else, or the run takes no rank, as with a scaler. Nothing has changed.
     RuntimeError: there is no such run, or it does not answer.
     """
     policies = policies or Policies()
     connection = replace(connection or Connection(), on_failure="shrink")
     settings = _settings(connection, learners=None, policies=policies, scaler=None, on_nonfinite=on_nonfinite)
-    _check(model, optimizer, strategy, policies, None, None)
+    _check(model, optimizer, strategy, settings)
     if sharded := guards.layouts_of(model):
         raise ValueError(f"{sharded[0][0]} is of a sharded learner, and learners of one rank join: begin a new run")
     check_deaths(strategy)
@@ -269,30 +269,31 @@ def _add_learners(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
                 optimizer.state[copies[parameter]] = {k: v if k in shared else copy.deepcopy(v) for k, v in state}
 
 
-def _check(
-    model: nn.Module, optimizer: Optimizer, strategy: Strategy, policies: Policies, scaler: object, learners: int | None
-) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, strategy: Strategy, settings: dict[str, Any]) -> None:
     if not isinstance(strategy, Strategy):
         raise ValueError(f"strategy is {strategy!r}: pass an instance, such as ddpcore.SSGD()")
     _check_unused(model)
     for module in fsdp_modules(model):
         module.reshard()  # an evaluation before may have left gathered weights, which are no parameters
     guards.check_model(model)
-    guards.check_optimizer(optimizer, learners)
+    guards.check_optimizer(optimizer, settings["learners"])
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, one in model.named_parameters():
         if one.requires_grad and id(one) not in given:
             raise ValueError(f"parameter {name} is not in the optimizer: add it, or freeze it by requires_grad_(False)")
     if not given <= set(map(id, model.parameters())):
         raise ValueError("the optimizer holds parameters that are not in the model: give both the same parameters")
-    policies.check(strategy)
-    policies.check_moments(model, optimizer)
-    if scaler is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
+    settings["policies"].check(strategy)
+    settings["policies"].check_moments(model, optimizer)
+    if settings["scaler"] is not None and not strategy.traits.stays_identical and not scales_inside(optimizer):
         what = f"with a scaler, {type(optimizer).__name__} skips a step on one learner while the others wait for it"
         raise ValueError(f"{what}: take a fused optimizer, ddpcore's or torch's fused=True")
-    if getattr(optimizer, "process_group", None) is not None and not strategy.traits.stays_identical:
-        what = f"{type(optimizer).__name__} has a process_group, whose ranks need the same gradients"
-        raise ValueError(f"{what}, and under {strategy.name} they differ: leave process_group out")
+    if getattr(optimizer, "process_group", None) is not None:
+        what, advice = f"{type(optimizer).__name__} has a process_group, whose ranks", "leave process_group out"
+        if settings["on_failure"] != "raise":
+            raise ValueError(f"{what} must not die, and on_failure is {settings['on_failure']!r}: {advice}")
+        if not strategy.traits.stays_identical:
+            raise ValueError(f"{what} need the same gradients, and under {strategy.name} they differ: {advice}")
     if strategy._in_use:
         raise ValueError("the strategy already serves a distribute() call: make a new one")
 

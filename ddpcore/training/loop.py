@@ -199,7 +199,7 @@ class Loop:
         self.total_steps = total_steps(self.config, self.batches)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
-        self._writer = self.comm.members[0]  # id of the rank
+        self._writer = self.comm.members[0]  # id of the rank, when so many changes were written
         self.joins = self.placement.joins  # until it has the progress of the step that the others have just taken
         self.is_saved = True  # whether the last checkpoint that was due was written
 
@@ -259,9 +259,10 @@ class Loop:
         changes = self.trainer.handle.changes[self._num_shared :]
         self._num_shared += len(changes)
         joined = [change.joined[0] for change in changes if change.joined]
-        if self.joins or joined:
-            new = joined[-1] if self.comm.member is None or not self.joins else self.comm.member
-            self._writer = self.progress.share(self.comm, self._writer, new)
+        if joined:  # a new rank knows its own join
+            with self._paused():  # so that the progress has the seconds of training until now
+                record = self.progress.share(self.comm, (self._writer, self._num_changes), joined[-1])
+            self._writer, self._num_changes = record  # the new rank writes later changes itself if that one has died
             self.joins = False
 
     def _is_over(self) -> bool:

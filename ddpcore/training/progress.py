@@ -6,6 +6,7 @@ Shapes: L learners of this process, n learners in all.
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -103,26 +104,25 @@ class Progress:
         self.best = {"accuracy": accuracy, "epoch": epoch, "step": step}
         return True
 
-    def share(self, comm: Communicator, writer: int, new: int) -> int:
-        """In the step in which the rank ``new`` joins: give it the progress of the run, and the id of the ``writer``.
+    def share(self, comm: Communicator, record: Sequence[int], new: int) -> Sequence[int]:
+        """In the step in which the rank ``new`` joins: give it the progress of the run, and numbers of its ``record``.
 
-        Collective over the members, the new one among them, whose ``writer`` may be any value. For it, steps before
-        joining count as lost. Returns the id of the rank that writes the record.
+        Collective over the members, the new one among them, whose ``record`` may be any numbers. For it, steps before
+        joining count as lost. Returns the ``record`` of the others.
         """
         names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
         mine = {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}
-        text = json.dumps({"writer": writer, **mine}).encode()
+        text = json.dumps([record, mine]).encode()
         rows = comm.gather(torch.tensor([list(text[:_BYTES].ljust(_BYTES))], dtype=torch.uint8, device="cpu"))
         if comm.member != new:
-            return writer
+            return record
         row = next(row for one, row in zip(comm.members, rows, strict=True) if one != new)
-        given: dict[str, Any] = json.loads(bytes(row.tolist()))
-        writer = given.pop("writer")
+        record, given = json.loads(bytes(row.tolist()))
         vars(self).update(given)
         self.epoch_lost_L.fill_(self.epoch_steps)
         self.window_lost_L.fill_(self.window_steps)
         self._started = time.perf_counter() - self.seconds
-        return writer
+        return record
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments that make an equal object."""

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddpcore
 from ddpcore.comm.membership import Change, Membership
-from ddpcore.optim import FusedSGD
+from ddpcore.optim import FusedSGD, Muon
 from ddpcore.strategies.compression import TopK
 from ddpcore.strategies.dpsgd import ORDERS
 from ddpcore.topology.wrapped import redrawn
@@ -54,6 +55,16 @@ def test_refused_in_one_line(strategy: Any, options: dict[str, Any], message: st
     with pytest.raises(ValueError, match=message) as error:
         start(strategy, **options)
     assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_whose_group_keeps_the_dead_is_refused() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = Muon(model.parameters(), lr=0.1, process_group=object())  # type: ignore[arg-type]
+    message = "Muon has a process_group, whose ranks must not die, and on_failure is 'shrink': leave process_group out"
+    with pytest.raises(ValueError, match=message):
+        ddpcore.distribute(model, optimizer, ddpcore.SSGD(), **connected(learners=4, on_failure="shrink"))
+    with pytest.raises(ValueError, match=message):
+        ddpcore.join(model, optimizer, ddpcore.SSGD(), dist.HashStore(), **connected(timeout=0.1))
 
 
 def test_only_virtual_learners_that_may_die_are_lost_by_hand() -> None:

@@ -64,13 +64,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "push_sum": lambda: ddpcore.PushSum(ddpcore.FromGraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))),
     "noisy": lambda: ddpcore.NoisySSGD(0.05, seed=3),
     "push_sum3": lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
+    "scaled": ddpcore.SSGD,
 }
 POLICIES = {
     "awc_ring": ddpcore.Policies(momentum="gossip"),
     "atc": ddpcore.Policies(momentum="average"),
     **dict.fromkeys(("awc_nan", "stale"), ddpcore.Policies(batch_norm="average")),  # ranks gather during an exchange
 }
-OPTIONS = {"awc_nan": {"on_nonfinite": "quarantine"}}  # in the sixth step, learner 3 has no number
+OPTIONS: dict[str, dict[str, Any]] = {
+    "awc_nan": {"on_nonfinite": "quarantine"},  # in the sixth step, learner 3 has no number
+    "scaled": {"scaler": torch.amp.GradScaler("cpu")},
+}
 OPTIMIZERS = {
     "awc": {"make_optimizer": partial(ddpcore.optim.FusedAdamW, lr=0.01)},  # it needs the count of its steps
     "noisy": {"make_optimizer": partial(torch.optim.SGD, lr=0.05, momentum=0.9)},  # it gets whole rows with noise
@@ -205,7 +209,7 @@ class Newcomer(ElasticRun):
     def __init__(self, trial: Trial, store: dist.Store) -> None:
         super().__init__(trial, None)
         self._store, self._is_real = store, True
-        for name in ("learners", "group", "vectorize"):
+        for name in ("learners", "group", "vectorize", "scaler"):
             self._arguments.pop(name, None)
         self._arguments["connection"] = replace(self._arguments["connection"], transport=trial.transport)
 
@@ -237,16 +241,13 @@ def join(trial: Trial, store: dist.Store) -> Ended:
     return run.ended(run.run(trial.num_steps))
 
 
-STRATEGY_NAMES = tuple(STRATEGIES)
-
-
 def first_operation(strategy: str) -> int:
     """An operation in the middle of a run, in which nothing is set up any more. SSGD has several buckets a step."""
     known = {"ssgd": 16, "local_sgd": 4, "diloco": 4, "atc": 9, "awc_ring": 9, "awc_nan": 10, "stale": 7}
     return known.get(strategy, 6)
 
 
-NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan", "noisy")]
+NAMES = [name for name in STRATEGIES if name not in ("push_sum3", "awc_nan", "noisy", "scaled")]
 TRIALS = [Trial(name, 4, ((2, first_operation(name), index % 2 == 1),)) for index, name in enumerate(NAMES)]
 TRIALS += [
     Trial("awc", 4, ((0, 6, False),)),
@@ -273,7 +274,7 @@ JOINS = [
     Trial("push_sum3", 4, ((2, 10, False),), "shm", 1),  # while the new one gets its state, which is of five learners
     Trial("awc_bf16", 4, ((2, 10, False),), "shm", 1),
 ]
-REFUSED = [Trial("atc", 3, (), "shm", 1, "slowmo"), Trial("stale", 3, (), "pg", 1)]
+REFUSED = [Trial("atc", 3, (), "shm", 1, "slowmo"), Trial("stale", 3, (), "pg", 1), Trial("scaled", 3, (), "shm", 1)]
 
 
 def run_rank(trial: Trial, rank: int, folder: Path) -> None:

@@ -23,7 +23,7 @@ from ddpcore.training import TrainConfig
 from ddpcore.training import __main__ as command
 from ddpcore.training.config import merged
 from ddpcore.training.trainer import evaluate
-from helpers import elastic_ranks, forked, ranks
+from helpers import elastic_ranks, forked, joined_ranks, ranks
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +137,27 @@ def test_a_rank_joins_a_run(tmp_path: Path) -> None:
         losses = [line["loss"][0] for line in lines if before["step"] < line["step"] <= row["step"]]
         assert sum(losses) / len(losses) == pytest.approx(row["train_loss"], rel=1e-6)
     assert not (out / "join.json").exists()
+
+
+def test_a_rank_that_joins_while_the_one_that_writes_is_dead(tmp_path: Path) -> None:
+    """It knows who writes, also before the record has the death. If it is the next one, no row is missing."""
+    ranks.succeeds("-m", "helpers.joined_ranks", tmp_path)
+    ended = torch.load(tmp_path / "ended.pt")
+    for number, (deaths, (codes, said)) in enumerate(zip(joined_ranks.DEATHS, ended, strict=True)):
+        assert codes == {one: -signal.SIGKILL if one in deaths else 0 for one in range(5)}, said
+        run, left, last = RunRecord.read(tmp_path / f"run{number}"), {0, 1, 2, 3}, max(deaths, key=deaths.__getitem__)
+        assert [row["epoch"] for row in run.epochs] == [1, 2, 3]
+        assert run.final["step"] == run.header["total_steps"]
+        assert (tmp_path / f"run{number}" / "model.safetensors").exists()
+        changes = [*(([one], []) for one in deaths if one != last), ([], [0]), ([last], [])]
+        assert [(row["lost"], row["joined"]) for row in run.members] == changes
+        for row, (lost, joined) in zip(run.members, changes, strict=True):
+            left = left.difference(lost).union(joined)
+            assert row["members"] == sorted(left)
+        began, row = run.epochs[0]["step"], run.epochs[1]
+        lines = read_lines(tmp_path / f"run{number}" / "steps" / f"rank-{max(left)}.jsonl").rows
+        seconds = [line["seconds"] for line in lines if began < line["step"] <= row["step"]]
+        assert row["seconds"] > 0.9 * sum(seconds), "those before it has joined count, too"
 
 
 def test_rows_that_a_dying_rank_was_to_write_are_written_once(tmp_path: Path) -> None:
