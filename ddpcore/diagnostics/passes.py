@@ -175,7 +175,7 @@ def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Ten
 
 def _check_reached(learner: Learner, reached: set[int]) -> None:
     """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
-    if missing := sorted(set(filter(learner.comm.reads, range(learner.flat.num_rows))) - reached):
+    if missing := sorted(set(learner.comm.rows_read) - reached):
         what = f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}"
         raise ValueError(f"{what}: call handle.model, or each of handle.models, and return the sum of all losses")
 

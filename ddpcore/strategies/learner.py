@@ -106,6 +106,12 @@ class Learner:
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
+    @property
+    def models_read(self) -> list[nn.Module]:
+        """The models, with the first one of the living in the place of each virtual learner that has died."""
+        rows = self.comm.rows_read
+        return [model if row in rows else self.models[rows[0]] for row, model in enumerate(self.models)]
+
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
         """The first parameter that is not finite, for each of these rows that takes part and has one.
 
