@@ -291,6 +291,9 @@ class Communicator(ABC):
         """See :meth:`ddpcore.Distributed.play`."""
         raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
 
+    def settle(self) -> None:
+        """Apply the changes of a script that are due, before an operation does."""
+
     def now(self) -> float:
         """Seconds on the clock that times training."""
         return time.perf_counter()
