@@ -196,7 +196,6 @@ class HookedDistributed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         flat = self.learner.flat
         self.learner.check_own("load the state after the evaluation")
-        self.comm.settle()
         self.check_state(state)
         self.strategy.restore_weights(self.learner)
         if flat.shards is not None:
@@ -218,6 +217,7 @@ class HookedDistributed(Distributed):
             raise ValueError("the state was saved by ddpcore 0.1: resume with ddpcore 0.1, or begin anew")
         if sorted(state["layout"]) != sorted(self.learner.flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
+        self.comm.settle()
         left = [one for _, ids in state.get("deals", ())[-1:] for one in ids]
         if left and len(self.models) > 1 and left != [*self.comm.members]:
             what = f"the state is of learners {left} and here are {[*self.comm.members]}"

@@ -134,13 +134,12 @@ class ResetWatch:
         if not now and self._known:  # all were reset
             self._reset.update(range(flat.num_rows))
             return
-        num = len(flat.segments)
+        num, place = len(flat.segments), flat.index.get(id(first))
         for own in self._sample:
-            held = [index for index in own if self._comm.reads(index // num)]
-            others = [index for index in held if flat.parameters[index] is not first]
+            others = [index for index in own if index != place and self._comm.reads(index // num)]
             grads = [(i // num, flat.parameters[i].grad) for i in others if now.get(i, 0) != self._known.get(i)]
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
-            is_whole = len(others) == len(held) or len(self._sample) == 1
+            is_whole = place not in own or len(self._sample) == 1
             self._reset.update(range(flat.num_rows) if is_whole and len(reset) == len(others) else reset)
 
     def check(self) -> None:

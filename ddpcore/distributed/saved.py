@@ -75,11 +75,6 @@ def load_state(handle: Distributed, model: nn.Module, optimizer: torch.optim.Opt
         torch.cuda.set_rng_state(random["cuda"].cpu(), device)
 
 
-def _num_rows(handle: Distributed) -> int:
-    """The rows of all processes, also of virtual learners that are gone."""
-    return max(handle.comm.num_learners, len(handle.comm.learners))
-
-
 def place_of(handle: Distributed) -> int:
     """The number of this process among those of the run, after a death among those that are left."""
     return handle.comm.learners[0] // len(handle.comm.learners)
@@ -113,10 +108,9 @@ def load_run_state(
     """
     handle = _hooked(handle)
     handle.learner.check_own("load the state after the evaluation")
-    handle.comm.settle()
     state = states[min(place_of(handle), len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
-    if num_saved != _num_rows(handle):
+    if num_saved != max(handle.comm.num_learners, len(handle.comm.learners)):  # virtual learners that died have rows
         _load_others(handle, states, moments, weights)
         return
     if len(states) * len(handle.comm.learners) != num_saved:
@@ -319,7 +313,8 @@ class RunState:
 
     def _needed(self) -> list[int]:
         """The number of this process, if as many processes have saved, else the numbers of all."""
-        is_own = len(self._found) * len(self._handle.comm.learners) == _num_rows(self._handle)
+        comm, num = self._handle.comm, len(self._found) * len(self._handle.comm.learners)
+        is_own = num == max(comm.num_learners, len(comm.learners))
         return [place_of(self._handle)] if is_own else sorted(self._found)
 
 

@@ -294,8 +294,7 @@ class LoopWatch:
                 f"outside, also of a shorter last window{', or call step() inside' if self._traits.group == 1 else ''}"
             )
         if self._flat.num_rows > 1:
-            rows, read = self._rows(), self.learner.comm.rows_read
-            idle = [str(i) for i in read if all(parameter.grad is None for parameter in rows[i])]
+            idle = [str(i) for i in self.learner.comm.rows_read if all(p.grad is None for p in self._rows()[i])]
             of = f" (learner {', '.join(idle)} has no gradient)" if idle else ""
             why += f", once a learner{of}, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
         return why
