@@ -282,9 +282,17 @@ class Communicator(ABC):
         """Whether the next operation reads this row of those held here, whose learner may be gone."""
         return True
 
+    @property
+    def rows_read(self) -> list[int]:
+        """The rows held here that the next operation reads. The first of them stands for all where one does."""
+        return list(filter(self.reads, range(len(self.learners))))
+
     def play(self, script: Iterable[Change]) -> None:
         """See :meth:`ddpcore.Distributed.play`."""
         raise ValueError("only virtual learners with on_failure='shrink' die by a script: see docs/reliability.md")
+
+    def settle(self) -> None:
+        """Apply the changes of a script that are due, before an operation does."""
 
     def now(self) -> float:
         """Seconds on the clock that times training."""

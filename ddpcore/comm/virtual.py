@@ -133,13 +133,17 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
         due = [change for change in self._script if change.operation <= self.num_operations]
         return row in self.membership.members and not any(row in change.lost for change in due)
 
-    def _begin(self, step: int | None) -> None:
-        """Begin an operation: apply the changes that are due."""
+    @override
+    def settle(self, step: int | None = None) -> None:
         while self._script and self._script[0].operation <= self.num_operations:
             change = self._script.pop(0)
             if change.joined:
                 raise RuntimeError(f"{change}: learners join between two steps, and this is in the middle of one")
             self._take({*self.membership.members}.difference(change.lost), step)
+
+    def _begin(self, step: int | None) -> None:
+        """Begin an operation."""
+        self.settle(step)
         self.num_operations += 1
 
     @override

@@ -143,7 +143,7 @@ def at_weights(
 
 
 def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradient ``[L, P]`` of each learner's own loss, and the loss. ``.grad`` and its hooks are not used.
+    """The gradient ``[L, P]`` of each learner's own loss, and its mean. ``.grad`` and its hooks are not used.
 
     In mixed precision small gradients underflow unless the loss is scaled. The result is divided by ``scale``.
     """
@@ -164,7 +164,7 @@ def gradient(learner: Learner, loss: Loss, scale: Tensor | None = None) -> tuple
         _check_reached(learner, reached)
     else:
         shards.add_(total).div_(int(shards.mesh.size()))
-    return _unscaled(rows_LP, scale), total
+    return _unscaled(rows_LP, scale), total / max(1, len(reached))
 
 
 def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Tensor | None]) -> set[int]:
@@ -175,7 +175,7 @@ def _rows_of(learner: Learner, parameters: Sequence[Tensor], found: Sequence[Ten
 
 def _check_reached(learner: Learner, reached: set[int]) -> None:
     """Raise ValueError if a loss leaves out a learner held here: the mean of all would be too small."""
-    if missing := sorted(set(filter(learner.comm.reads, range(learner.flat.num_rows))) - reached):
+    if missing := sorted(set(learner.comm.rows_read) - reached):
         what = f"loss= or full_loss= uses no weight of learner {', '.join(map(str, missing))}"
         raise ValueError(f"{what}: call handle.model, or each of handle.models, and return the sum of all losses")
 

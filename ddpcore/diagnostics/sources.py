@@ -26,6 +26,7 @@ from ddpcore.strategies.learner import Learner
 
 _ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
 DISJOINT = f"backward passes of this step reached different parameters, so a pass is not a batch: {_ADVICE}"
+CHANGED = "a learner died while this step was measured"
 LATE = "parameters are trained that were not when the statistics began: close() them and create NoiseStatistics again"
 
 
@@ -81,6 +82,7 @@ class LearnerStatistics(Source):
         self._backward = 0.0  # seconds of backward passes when the last forward pass began
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
+        self._known = self._begun = self._living()  # ids of learners: of these steps, and of this step's passes
         self._segments: Sequence[Segment] = ()
         self._parts: dict[tuple[int, int], tuple[list[int], Tensor]] = {}  # of these segments
         handle.observers.append(self)
@@ -141,6 +143,7 @@ class LearnerStatistics(Source):
         begin = int(columns.storage_offset()) - int(learner.flat.grad_LP.storage_offset())
         bounds, numbers = self._part(begin, begin + columns.shape[1])
         if begin == 0 or self._own is None:
+            self._begun = self._living()
             self._own = torch.zeros(len(columns), len(self._names), dtype=torch.float64, device=columns.device)
         self._own.index_add_(1, numbers, noise_sums(list(columns.unbind()), bounds).diagonal(dim1=1, dim2=2).T)
 
@@ -154,8 +157,10 @@ class LearnerStatistics(Source):
         num_passes, own, mean, random = self._num_passes, self._own, self._mean, self._random
         self._num_passes, self._own, self._mean, self._random = 0, None, None, None
         steps, num_skipped = self._steps, self._num_skipped
-        is_full = self._config.full_batch is None or self._config.full_batch()
-        if num_passes == 1 and own is not None and mean is not None and is_full:
+        is_full, living = self._config.full_batch is None or self._config.full_batch(), self._living()
+        if living != self._known:  # steps of other learners do not compare, as in a series
+            steps, num_skipped = [], num_skipped + len(steps)
+        if num_passes == 1 and own is not None and mean is not None and is_full and self._begun == living:
             steps = [*steps, self._unscaled(own, mean)]
         else:
             num_skipped += num_passes > 0
@@ -163,13 +168,17 @@ class LearnerStatistics(Source):
             self._measure(steps, num_skipped, is_full, random)
             steps, num_skipped, self._left_LP = [], 0, None
             self._copies.close()
-        self._steps, self._num_skipped = steps, num_skipped  # not if measuring raised: the step is repeated then
+        # Not if measuring raised: the step is repeated then.
+        self._steps, self._num_skipped, self._known = steps, num_skipped, living
+
+    def _living(self) -> list[int]:
+        return list(filter(self._learner.comm.reads, self._learner.comm.members))
 
     def _measure(self, steps: list[_Sums], num_skipped: int, is_full: bool, random: RandomState | None) -> None:
         plan = self._handle.strategy.plan(self._learner.step)
         averages = plan.averages_gradients
         kept = self._config.every if averages else MEASURED
-        measured = Measured(self._learner.step + 1, self._learner.comm.num_learners, kept, num_skipped=num_skipped)
+        measured = Measured(self._learner.step + 1, len(self._living()), kept, num_skipped=num_skipped)
         measured.at_mean = plan.gradients_at_mean or (not averages and self._config.loss is not None)
         with self._record_buffer.measuring(measured) as result:
             if not averages:
@@ -181,12 +190,13 @@ class LearnerStatistics(Source):
                 own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
                 result.own_TS = self._learner.average_of(own_LTS.flatten(1))[0].view(own_LTS.shape[1:])
                 result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
+            result.reason = "" if len(self._living()) == result.num_learners else CHANGED
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""
-        config, weights_LP = self._config, self._learner.flat.param_LP
+        config, weights_LP, first = self._config, self._learner.flat.param_LP, self._learner.comm.rows_read[0]
         assert config.full_loss is not None
-        own_P = passes.local_gradients(self._learner)[0] / passes.scale_left(self._optimizer)
+        own_P = passes.local_gradients(self._learner)[first] / passes.scale_left(self._optimizer)
         mean_P = own_P
         if not result.at_mean and config.loss is not None:  # their gradients were computed at other weights
             average_LP = self._learner.average_of(self._gradient_at(weights_LP, config.loss, random)[0])
@@ -259,7 +269,7 @@ class LearnerStatistics(Source):
         """g ``[P]``, the mean over all learners; the mean of the full loss is stored in the result."""
         with nullcontext() if self._learner.flat.shards else passes.without_hooks(self._handle.model):
             grad_LP, total = self._gradient_at(weights_LP, loss)
-        loss_L1 = (total / len(grad_LP)).repeat(len(grad_LP), 1)
+        loss_L1 = total.repeat(len(grad_LP), 1)
         result.full_loss = self._learner.average_of(loss_L1)[0, 0]
         return self._learner.average_of(grad_LP)[0]
 

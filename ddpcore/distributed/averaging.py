@@ -30,27 +30,27 @@ def averaged_model(learner: Learner, batch_norm: str) -> nn.Module:
     Frozen parameters are averaged where learners differ, as a teacher that follows its student. With ``local``
     the copy has the floating-point and complex buffers of the (first) learner held here, else their average.
     """
-    flat, model = learner.flat, learner.models[0]
+    flat, models = learner.flat, learner.models_read
     weights_LP = learner.weights()
-    views = flat.views_of(learner.average_of(weights_LP)[:1])
-    averages = dict(zip(map(id, flat.parameters), views, strict=False))  # a parametrization may change names
-    result = copy_of(model)
-    for parameter, copied in zip(model.parameters(), result.parameters(), strict=True):
+    views = flat.views_of(learner.average_of(weights_LP))
+    averages = dict(zip(map(id, flat.parameters), views, strict=True))  # a parametrization may change names
+    result = copy_of(models[0])
+    for parameter, copied in zip(models[0].parameters(), result.parameters(), strict=True):
         if id(parameter) in averages:
             copied.grad = None
             copied.data = averages[id(parameter)].clone()
     columns = [
         (copied, own)
-        for copied, *own in zip(result.parameters(), *(m.parameters() for m in learner.models), strict=True)
+        for copied, *own in zip(result.parameters(), *(m.parameters() for m in models), strict=True)
         if id(own[0]) not in flat.index and has_average(own[0]) and own[0].numel()
     ]
     for copied, own in compress(columns, _apart([own for _, own in columns], learner.comm)):
         copied.data = _mean_of(own, learner.average_of)
-    used = (_masks(one).items() if batch_norm == "local" else one.named_buffers() for one in learner.models)
+    used = (_masks(one).items() if batch_norm == "local" else one.named_buffers() for one in models)
     check_shared(learner.gather([*map(digest, used)]))
     _average_pruned(result, learner, dict(zip(map(id, flat.parameters), flat.views_of(weights_LP), strict=True)))
     if batch_norm != "local":
-        average_buffers(dict(result.named_buffers()), learner.models, learner.average_of)
+        average_buffers(dict(result.named_buffers()), models, learner.average_of)
         renew_singular_vectors(result)
     return result
 
@@ -187,7 +187,7 @@ def average_buffers(copies: Mapping[str, Tensor], models: Sequence[nn.Module], a
 
 def _average_pruned(result: nn.Module, learner: Learner, weights: Mapping[int, Tensor]) -> None:
     """Where masks of pruning differ, average what learners compute with, from trained weights by id. Collective."""
-    copied, *held = (_pruned(one) for one in (result, *learner.models))
+    copied, *held = (_pruned(one) for one in (result, *learner.models_read))
     columns = [[getattr(owner, f"{name}_mask") for owner, name in own] for own in zip(*held, strict=True)]
     pruned = zip(copied, zip(*held, strict=True), columns, strict=True)
     for (owner, name), own, masks in compress(pruned, _apart(columns, learner.comm)):

@@ -96,6 +96,7 @@ class HookedDistributed(Distributed):
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
+                reads=learner.comm.reads,
             )
         self._is_inside = False  # whether a call of handle.model is running
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
@@ -216,6 +217,11 @@ class HookedDistributed(Distributed):
             raise ValueError("the state was saved by ddpcore 0.1: resume with ddpcore 0.1, or begin anew")
         if sorted(state["layout"]) != sorted(self.learner.flat.names):
             raise ValueError("the state is of a model with other parameters: load it into the model that saved it")
+        self.comm.settle()
+        left = [one for _, ids in state.get("deals", ())[-1:] for one in ids]
+        if left and len(self.models) > 1 and left != [*self.comm.members]:
+            what = f"the state is of learners {left} and here are {[*self.comm.members]}"
+            raise ValueError(f"{what}: call handle.lose() for those that are gone, with on_failure='shrink'")
         made_by, here = state["made_by"], self._made_by()
         if "format" not in state:  # of version 0.2, whose digest covers attributes that no longer exist
             made_by, here = made_by.rpartition(", settings ")[0], here.rpartition(", settings ")[0]
@@ -307,7 +313,7 @@ class HookedDistributed(Distributed):
         is_given = (found if flat.shards is None else flat.shards.add_(found)).tolist()  # one wait for the device
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
-            if given and not parameter.requires_grad:
+            if given and not parameter.requires_grad and self.comm.reads(index // len(flat.segments)):
                 why = "has a gradient on another learner: freeze it on all of them in the same step"
                 raise RuntimeError(f"parameter {flat.names[index % len(flat.segments)]} is frozen here and {why}")
             if given:

@@ -110,10 +110,10 @@ def load_run_state(
     handle.learner.check_own("load the state after the evaluation")
     state = states[min(place_of(handle), len(states) - 1)]
     num_saved = len(states) * (1 + len(state["handle"]["learners"]))
-    if num_saved != handle.comm.num_learners:
+    if num_saved != max(handle.comm.num_learners, len(handle.comm.learners)):  # virtual learners that died have rows
         _load_others(handle, states, moments, weights)
         return
-    if len(states) * len(handle.comm.learners) != handle.comm.num_learners:
+    if len(states) * len(handle.comm.learners) != num_saved:
         raise ValueError(f"{len(states)} processes have saved the {num_saved} learners: resume with as many processes")
     handle.check_state(state["handle"])
     load_state(handle, handle.models[0], handle.learner.optimizer, state)
@@ -130,9 +130,10 @@ def _load_others(handle: HookedDistributed, states: Sequence[dict[str, Any]], mo
         raise ValueError(f"the states are of different moments, {' and '.join(both)}: load the files of one save")
     if not saved["made_by"].startswith(f"{strategy!r} of "):
         raise ValueError(f"the state is of {saved['made_by']} and this is {strategy!r}: use the same strategy")
-    if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None:
-        raise ValueError(f"learners of {strategy.name} have no plain average here: resume with as many learners")
     models = [model for state in states for model in (state["model"], *state["handle"]["learners"])]
+    have_died = any(len(ids) < len(models) for _, ids in saved.get("deals", ())[-1:])
+    if strategy.traits.no_mean or not strategy.traits.waits or handle.comm.membership is not None or have_died:
+        raise ValueError(f"learners of {strategy.name} have no plain average here: resume with as many learners")
     size = strategy.traits.group  # whose learners are alike, so they start from one group
     new, old = handle.comm.num_learners // size, len(models) // size
     nearest = [one // size * old // new * size + one % size for one in handle.comm.learners]
@@ -312,8 +313,9 @@ class RunState:
 
     def _needed(self) -> list[int]:
         """The number of this process, if as many processes have saved, else the numbers of all."""
-        comm, num = self._handle.comm, len(self._found)
-        return [place_of(self._handle)] if num * len(comm.learners) == comm.num_learners else sorted(self._found)
+        comm, num = self._handle.comm, len(self._found) * len(self._handle.comm.learners)
+        is_own = num == max(comm.num_learners, len(comm.learners))
+        return [place_of(self._handle)] if is_own else sorted(self._found)
 
 
 # ---- sharded learners: their state as DTensors, which another number of shards can load ----

@@ -106,6 +106,12 @@ class Learner:
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets
     watch: Any = None
 
+    @property
+    def models_read(self) -> list[nn.Module]:
+        """The models, with the first one of the living in the place of each virtual learner that has died."""
+        rows = self.comm.rows_read
+        return [model if row in rows else self.models[rows[0]] for row, model in enumerate(self.models)]
+
     def named_nonfinite(self, rows: list[int], *, gradients: bool) -> dict[int, str]:
         """The first parameter that is not finite, for each of these rows that takes part and has one.
 
@@ -190,7 +196,8 @@ class Learner:
         kind = torch.float64
         sums = torch.stack([rows_LP.sum(1, dtype=kind), torch.linalg.vector_norm(rows_LP, dim=1, dtype=kind)], dim=1)
         everyone = self.comm.gather(sums)
-        return (rows_LP if bool((everyone == everyone[0]).all()) else self.average_of(rows_LP))[:1]
+        common_LP = rows_LP if bool((everyone == everyone[0]).all()) else self.average_of(rows_LP)
+        return common_LP[self.comm.rows_read[:1]]
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:

@@ -123,15 +123,15 @@ def evaluate(model: nn.Module, split: Split, num_classes: int, comm: Communicato
     while num_learners != comm.num_learners:  # again after a rank has died with its part of the samples
         num_learners, num_rows = comm.num_learners, len(comm.learners)
         samples = torch.arange(len(split), device=device).tensor_split(max(1, num_learners // num_rows))
-        mine = samples[comm.learners[0] // num_rows]
-        # gather takes one row per learner: the first row holds the sums of this process, and the others stay zero.
+        mine, first = samples[comm.learners[0] // num_rows], comm.rows_read[0]
+        # gather takes one row per learner: the first one holds the sums of this process, and the others stay zero.
         loss = torch.zeros(num_rows, dtype=torch.float64, device=device)
         confusion = torch.zeros(num_rows, num_classes, num_classes + 1, dtype=torch.int64, device=device)
         for chunk in mine.split(BATCH_SIZE) if len(mine) else ():
             inputs, labels = split.batch(chunk)
             logits, labels = by_place(model(inputs).float(), labels)
-            loss[0] += F.cross_entropy(logits, labels, reduction="sum")
-            confusion[0] += confusion_matrix(logits, labels)
+            loss[first] += F.cross_entropy(logits, labels, reduction="sum")
+            confusion[first] += confusion_matrix(logits, labels)
         loss_L, confusion_L = comm.gather(loss), comm.gather(confusion)
     return Evaluation(loss=loss_L.sum().item() / split.labels.numel(), confusion=confusion_L.sum(dim=0).cpu())
 

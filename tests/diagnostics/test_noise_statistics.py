@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ddpcore
+from ddpcore.comm.membership import Change
 from ddpcore.diagnostics import HessianStatistics, NoiseStatistics
 from ddpcore.optim import FusedSGD
 from helpers import noise_training as training
@@ -246,6 +247,70 @@ def test_a_step_that_a_loop_leaves_out_counts_for_nothing():
     for strategy in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), per_learner):
         for dynamic in (False, True):
             assert run(strategy, True, dynamic) == run(strategy, False, dynamic), (strategy(), dynamic)
+
+
+def test_steps_before_a_death_do_not_count():
+    """They do not compare with those after it. Learner 0 dies before a pass, or after one, and is then not run."""
+    shrinks = ddpcore.Connection(on_failure="shrink")
+
+    def full_loss(handle: Any) -> Tensor:
+        return sum(handle.models[one](torch.ones(2, 3)).square().mean() for one in handle.comm.members)
+
+    for strategy, after_pass, num_steps in (
+        (ddpcore.SSGD(), False, 5),
+        (ddpcore.SSGD(), True, 4),
+        (ddpcore.DPSGD(ddpcore.Complete()), True, 1),
+        (ddpcore.DPSGD(ddpcore.Complete()), False, 1),
+    ):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=4, connection=shrinks)
+        is_ssgd, expected = isinstance(strategy, ddpcore.SSGD), list[tuple[float, float]]()
+        options = {"full_loss": functools.partial(full_loss, handle)} if is_ssgd else {}
+        statistics = NoiseStatistics(handle, optimizer, 8, **options)
+        for step in range(8):
+            x = torch.randn(4, 8, 3)
+            if step == 3 and not after_pass:
+                handle.lose(0)
+            optimizer.zero_grad()
+            losses = handle.model(x).square().mean((1, 2))
+            rows = [
+                torch.autograd.grad(one, [*own.parameters()], retain_graph=True)
+                for one, own in zip(losses, handle.models, strict=True)
+            ]
+            losses.sum().backward()
+            if step == 3 and after_pass:
+                handle.lose(0)
+            expected.append(squares_of([torch.stack(each) for each in zip(*rows[1:], strict=True)]))
+            for one in handle.models[1:] if step == 7 and is_ssgd else ():  # as a loop that clips those that live
+                for parameter in one.parameters():
+                    parameter.grad /= 2
+            optimizer.step()
+        (record,) = statistics.records
+        own, mean = torch.tensor(expected[-num_steps:], dtype=torch.float64).mean(0).tolist()
+        assert (record.valid, record.num_learners, record.num_steps) == (True, 3, num_steps)
+        assert record.num_skipped == (8 - num_steps if is_ssgd else 0)
+        assert record.whole.trace == pytest.approx(3 * (own - mean) / 2, rel=1e-5)
+        if is_ssgd:
+            assert record.dynamics.full_loss == pytest.approx(full_loss(handle).item() / 3, rel=1e-5)
+            assert record.dynamics.mean_grad_squared == pytest.approx(expected[-1][1] / 4, rel=1e-5)
+
+
+def test_a_step_in_whose_measurement_a_learner_dies_is_not_valid():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    connection = ddpcore.Connection(on_failure="shrink")
+    handle: Any = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(), learners=4, connection=connection)
+    statistics = NoiseStatistics(handle, optimizer, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        handle.model(torch.randn(4, 8, 3)).square().mean((1, 2)).sum().backward()
+        operation = handle.comm.num_operations + 2
+        handle.play([Change(operation=operation, step=None, members=(0, 1, 3), lost=(2,))] if step == 0 else [])
+        optimizer.step()
+    died, after = statistics.records
+    assert (died.valid, died.reason) == (False, "a learner died while this step was measured")
+    assert (after.valid, after.num_learners, after.num_steps) == (True, 3, 1)
 
 
 def test_two_averaged_passes_in_a_step_are_left_out():

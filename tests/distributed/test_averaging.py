@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import ddpcore
 from ddpcore import Ring
+from ddpcore.data import Split
 from ddpcore.distributed.averaging import recalibrate
+from ddpcore.training.trainer import evaluate
 from helpers import training
 from helpers.connection import connected
 
@@ -74,6 +76,32 @@ def test_local_and_average() -> None:
     for batch_norm in ("local", "average"):
         handle.evaluation_model(batch_norm=batch_norm)[1].running_mean.fill_(7)
     assert not (training.rows_of(handle, "1.running_mean") == 7).any()
+
+
+def test_nothing_of_a_learner_that_is_gone_is_evaluated() -> None:
+    """Neither its buffers nor its frozen weights, whether an operation has come since it died or not."""
+    for dead, has_stepped in ((0, False), (0, True), (1, True)):
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        more = connected(learners=4, on_failure="shrink")
+        handle = ddpcore.distribute(model, optimizer, ddpcore.DPSGD(Ring()), **more)
+        handle.lose(dead)
+        if has_stepped:
+            handle.model(torch.ones(4, 2, 5)).sum().backward()
+            optimizer.step()
+        for row, one in enumerate(handle.models):
+            value = torch.nan if row == dead else 7.0
+            nn.init.constant_(one[0].weight, value)
+            one[1].running_mean.fill_(value)
+            one[1].num_batches_tracked.fill_(99 if row == dead else 5)
+        handle.models[dead][1].running_var = torch.ones(1)
+        for batch_norm in ("local", "average"):
+            found = handle.evaluation_model(batch_norm)
+            assert (found[0].weight == 7).all() and (found[1].running_mean == 7).all(), (dead, batch_norm)
+            assert found[1].num_batches_tracked == 5 and found[1].running_var.shape == (4,)
+        split = Split(torch.ones(6, 5), torch.ones(6, dtype=torch.int64))
+        assert evaluate(nn.Linear(5, 3), split, 3, handle.comm).confusion.sum() == 6
 
 
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])

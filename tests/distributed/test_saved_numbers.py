@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ddpcore
+from ddpcore import RunState
 from ddpcore.distributed.saved import load_run_state, run_state
 from helpers.saved_ranks import flat
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-def _learners(num: int, make: Any) -> Any:
+
+def _learners(num: int, make: Any, *gone: int) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    return ddpcore.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), make(), learners=num)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    more = {"connection": ddpcore.Connection(on_failure="shrink")} if gone else {}
+    handle = ddpcore.distribute(model, optimizer, make(), learners=num, **more)
+    for one in gone:
+        handle.lose(one)
+    return handle
 
 
 def _take_steps(handle: Any, steps: range, *, alike: bool) -> None:
@@ -68,3 +79,36 @@ def test_groups_start_from_one_group() -> None:
             assert torch.equal(flat(new)[2 * group], flat(old)[2 * (group * (before // 2) // (after // 2))])
         _take_steps(new, range(3, 6), alike=False)
         assert all(torch.equal(*flat(new)[first : first + 2]) for first in range(0, after, 2))
+
+
+def test_learners_that_are_left_load_their_own_state(tmp_path: Path) -> None:
+    """Into the same handle, and into a new one whose learner has died too, perhaps before the first operation."""
+    makes: list[Any] = [
+        lambda: ddpcore.DPSGD(ddpcore.Ring()),
+        lambda: ddpcore.PushSum(ddpcore.OnePeerExponential()),
+        lambda: ddpcore.LocalSGD(2, outer={"lr": 0.7, "momentum": 0.9}),
+    ]
+    for number, make in enumerate(makes):
+        handle, folder = _learners(4, make, 2), tmp_path / str(number)
+        _take_steps(handle, range(3), alike=False)
+        dcp.save({"run": RunState(handle)}, checkpoint_id=folder)
+        state = run_state(handle)
+        _take_steps(handle, range(3, 6), alike=False)
+        ends = flat(handle)
+        dcp.load({"run": RunState(handle, saved=folder)}, checkpoint_id=folder)
+        others = [handle, _learners(4, make, 2), _learners(4, make, 2)]
+        others[1].consensus_distance()
+        for other in others[1:]:
+            load_run_state(other, [state])
+        for other in others:
+            _take_steps(other, range(3, 6), alike=False)
+            assert other.comm.members == (0, 1, 3) and other.deals == handle.deals
+            assert all(torch.equal(flat(other)[one], ends[one]) for one in (0, 1, 3))
+        for other in (_learners(4, make), _learners(4, make, 1), _learners(4, make, 1, 2)):
+            with pytest.raises(ValueError, match=r"state is of learners \[0, 1, 3\]"):
+                load_run_state(other, [state])
+            with pytest.raises(ValueError, match=r"state is of learners \[0, 1, 3\]"):
+                other.load_state_dict(state["handle"])
+        for num in (2, 3):
+            with pytest.raises(ValueError, match="no plain average here"):
+                load_run_state(_learners(num, make), [state])

@@ -48,6 +48,24 @@ def test_outer_steps_begin_at_the_mean(make: Callable[[], ddpcore.Strategy]) -> 
         torch.testing.assert_close(end, start.mean(dim=0).expand_as(end))
 
 
+def test_outer_steps_do_not_begin_at_a_learner_that_is_gone() -> None:
+    """It died, and then the program gave all others equal weights, as of a pretrained model."""
+    for strategy in (ddpcore.LocalSGD(2, outer={"lr": 0.7}), ddpcore.SlowMo(ddpcore.DPSGD(ddpcore.Ring()), period=2)):
+        model = nn.Linear(5, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        connection = ddpcore.Connection(on_failure="shrink")
+        handle = ddpcore.distribute(model, optimizer, strategy, learners=4, connection=connection)
+        handle.lose(0)
+        for parameter in (one for model in handle.models[1:] for one in model.parameters()):
+            nn.init.constant_(parameter, 7.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (0 * handle.model(torch.ones(4, 2, 5))).sum().backward()
+            optimizer.step()
+        for parameter in (one for model in handle.models[1:] for one in model.parameters()):
+            torch.testing.assert_close(parameter, torch.full_like(parameter, 7.0))
+
+
 def test_ranks_agree() -> None:
     """A neighbour would take its own weights for those of a rank, and the difference would stay for ever.
 
