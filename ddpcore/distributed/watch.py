@@ -434,12 +434,13 @@ class LoopWatch:
         flat = self._flat
         gradients = list(map(gradient_of, flat.parameters))
         one_row = one_row and all(map(is_, gradients, self._averages()))  # gather_grads counts references
-        rows = self.learner.comm.rows_read[:1] if one_row else range(flat.num_rows)
+        first = self.learner.comm.rows_read[0]
+        rows = range(first, first + 1) if one_row else range(flat.num_rows)
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(gradient_of, flat.parameters))
         if flat.grad_start is not None and all(map(is_, gradients, flat.grad_views)):
-            sums = row_sums(flat.grad_LP[rows] if one_row else flat.grad_LP)
+            sums = row_sums(flat.grad_LP[rows.start : rows.stop])
         else:
             num = len(flat.segments)
             sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in rows])
