@@ -379,6 +379,7 @@ class HookedDistributed(Distributed):
     @outside_modes
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        self._weight_step.average(None)  # here, because it refuses a mode of torch before anything has changed
         learner.num_samples = self.num_samples
         if self.num_samples is not None and not self.counts_samples:
             text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"

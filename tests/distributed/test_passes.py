@@ -194,3 +194,18 @@ def test_a_local_step_after_a_step_that_was_left_out() -> None:
             F.cross_entropy(one(inputs[row]), labels[row]).backward()
             twin.step()
             training.assert_near(training.weights_of_learners(handle)[row], training.flat_weights(one))
+
+
+def test_a_step_refuses_torchs_mode_that_keeps_saved_tensors() -> None:
+    """A backward pass of an earlier graph would take weights of other steps."""
+    for make in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), lambda: ddpcore.DPSGD(ddpcore.Ring())):
+        for kind in (torch.optim.SGD, ddpcore.optim.FusedSGD):
+            model = nn.Linear(3, 2)
+            optimizer = kind(model.parameters(), lr=0.1)
+            handle = ddpcore.distribute(model, optimizer, make(), learners=3)
+            before = handle.learner.flat.param_LP.clone()
+            error = pytest.raises(RuntimeError, match="inside torch's allow_mutation_on_saved_tensors")
+            with torch.autograd.graph.allow_mutation_on_saved_tensors(), error:
+                handle.model(torch.ones(3, 2, 3)).square().sum().backward()
+                optimizer.step()
+            assert torch.equal(handle.learner.flat.param_LP, before)
