@@ -19,6 +19,7 @@ from ddpcore.diagnostics.passes import Loss, RandomState, noise_sums, scale_of
 from ddpcore.diagnostics.record import MEASURED, Measured, RecordBuffer
 from ddpcore.distributed.handle import Observer
 from ddpcore.distributed.hooks import HookedDistributed
+from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import FlatParameters, Segment
 from ddpcore.parameters.hooks import closure_of, own_hooks, with_closure
 from ddpcore.parameters.shards import laid_out
@@ -79,7 +80,6 @@ class LearnerStatistics(Source):
         self._left_LP: Tensor | None = None  # gradients as the passes of a measured step leave them, before clipping
         self._copies = ExitStack()  # ends them
         self._random: RandomState | None = None  # before this step's first forward pass
-        self._backward = 0.0  # seconds of backward passes when the last forward pass began
         self._steps: list[_Sums] = []  # since the last record
         self._num_skipped = 0
         self._known = self._begun = self._living()  # ids of learners: of these steps, and of this step's passes
@@ -105,26 +105,25 @@ class LearnerStatistics(Source):
 
     @override
     def before_forward(self, learner: Learner) -> None:
-        device, backward = learner.flat.param_LP.device, self._handle.phases.backward
-        had_pass = self._num_passes > 0 or backward != self._backward
-        if had_pass and all(parameter.grad is None for parameter in learner.flat.parameters):
+        flat, left_LP = learner.flat, self._left_LP
+        had_pass = self._num_passes > 0 or learner.watch.had_pause or (left_LP is not None and left_LP._version > 0)
+        if had_pass and all(parameter.grad is None for parameter in flat.parameters):
             self._forget()  # the program has reset all gradients: a step was left out
-        self._backward = backward
         if not self._is_measured(learner.step):
             return
-        if self._config.loss is None:
-            if self._left_LP is None and not self._handle.strategy.plan(learner.step).averages_gradients:
-                self._begin_copies(learner.flat)
-        elif self._random is None and (device.type != "cuda" or not torch.cuda.is_current_stream_capturing()):
-            self._random = RandomState(device)
+        if self._left_LP is None and not self._handle.strategy.plan(learner.step).averages_gradients:
+            self._begin_copies(flat)
+        if self._config.loss is not None and self._random is None and not is_capturing(flat.param_LP):
+            self._random = RandomState(flat.param_LP.device)
 
     def _forget(self) -> None:
         self._num_passes, self._own, self._mean, self._random, self._left_LP = 0, None, None, None, None
         self._copies.close()
 
     def _begin_copies(self, flat: FlatParameters) -> None:
-        """Copy each gradient when a pass has added to it."""
-        views = zip(flat.parameters, flat.views_of(rows_LP := torch.zeros_like(flat.param_LP)), strict=True)
+        """Copy each gradient when a pass has added to it. With a loss, which gives others, it has no memory."""
+        rows_LP = torch.zeros_like(flat.param_LP, device=None if self._config.loss is None else "meta")
+        views = zip(flat.parameters, flat.views_of(rows_LP), strict=True)
         copies = [(one, partial(_copy, view, one)) for one, view in views if one.requires_grad]
         with own_hooks():
             for parameter, copy in copies:

@@ -248,7 +248,6 @@ class HookedDistributed(Distributed):
         for observer in self._watching:
             observer.before_forward(self.learner)
         self.phases.begin_forward()
-        self.learner.had_backward |= self.phases.backward > 0
         with self._span("before_forward"):
             self.strategy.before_forward(self.learner)
         rule = type(self.strategy)  # a step of plain SSGD does nothing else, so that one by hand is right
@@ -386,8 +385,8 @@ class HookedDistributed(Distributed):
     @outside_modes
     def _before_step(self, closure: Callable[[], Any] | None) -> None:
         strategy, learner = self.strategy, self.learner
+        self._weight_step.average(None)  # here, because it refuses a mode of torch before anything has changed
         learner.num_samples = self.num_samples
-        learner.had_backward |= self.phases.backward > 0
         if self.num_samples is not None and not self.counts_samples:
             text = "counts no samples, so num_samples has no effect: pass weights='samples', or to gossip Weighted(...)"
             warnings.warn(f"{strategy.name} {text}", stacklevel=5)

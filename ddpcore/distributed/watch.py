@@ -22,7 +22,7 @@ from ddpcore.distributed.resets import ResetWatch, check_modes, check_norms
 from ddpcore.optim.base import FusedOptimizer
 from ddpcore.optim.checks import is_capturing
 from ddpcore.parameters.flat import LARGE, gradient_of, version_of
-from ddpcore.parameters.hooks import exclude_from_compilation
+from ddpcore.parameters.hooks import exclude_from_compilation, weakly
 from ddpcore.parameters.shards import local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.learner import Learner, NonFinite, NonFiniteError, row_sums, suspects
@@ -68,6 +68,10 @@ class LoopWatch:
         self._kept: list[list[Tensor]] = []  # copies of each model's buffers
         if on_nonfinite == "quarantine":
             strategy.quarantine(set())
+        exclude_from_compilation(LoopWatch, "_note_backward", recursive=False)
+        flat.on_gradients.append(self._note_backward)
+        note = weakly(self._note_backward)
+        self._first_hooks = [one.register_post_accumulate_grad_hook(note) for one in flat.parameters]
         if self.resets is not None:  # a compiled loop runs its notes, too
             exclude_from_compilation(ResetWatch, "note", "note_whole", "note_all", "_end_pass", recursive=False)
             flat.before_gradients = self.resets.note
@@ -219,6 +223,9 @@ class LoopWatch:
         self.had_pause |= num_gradients > 0 and self.num_passes > 0
         self._is_late |= self.has_average and num_gradients > 0
 
+    def _note_backward(self, *_: Tensor) -> None:
+        self.learner.had_backward = True
+
     def check_alike(self) -> None:
         """When gradients are averaged: see :func:`ddpcore.distributed.alike.check_alike`. Collective."""
         if self._traits.stays_identical:
@@ -350,6 +357,8 @@ class LoopWatch:
 
     def end_step(self) -> None:
         """At the end of a step, whose averaged gradients a later step may use again."""
+        while self._first_hooks:
+            self._first_hooks.pop().remove()
         if self.resets is not None:
             self.resets.begin_step()
         if self._traits.averages_gradients:

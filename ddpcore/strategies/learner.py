@@ -100,7 +100,7 @@ class Learner:
     share_mean: float = 1.0  #: the mean of ``shares``: 1, until a learner dies and its share is lost
     #: the weights that peers change at any time, if they are not the models' weights; else None
     live: LiveWeights | None = None
-    had_backward: bool = False  #: whether a forward pass or step has come after a backward pass
+    had_backward: bool = False  #: whether a backward pass has given a gradient
     left: Tensor | None = None  #: beside ``live``: ``[L, P]``, the models' weights after the last step
     loaded: Counter[int] = field(default_factory=Counter)  #: how often a state has brought a parameter, by its id
     #: checks the weights that are sent: a ``ddpcore.distributed.watch.LoopWatch``, which ``distribute`` sets

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from ddpcore.options.typed import check_range, typed
 from ddpcore.parameters.flat import FlatParameters
@@ -47,10 +48,23 @@ class Start:
 
     def note(self, learner: Learner) -> Tensor:
         """Copy the weights, unless they are known."""
-        num_loads = sum(learner.loaded[key] for key in learner.flat.index)
-        if self.rows_LP is None or self._num_loads not in (None, num_loads if learner.had_backward else -1):
+        num_loads, known = sum(learner.loaded[key] for key in learner.flat.index), self._num_loads
+        if self.rows_LP is None or (known is not None and (known != num_loads or _are_set(learner, self.rows_LP))):
             self.rows_LP, self._num_loads = learner.flat.param_LP.clone(), num_loads
         return self.rows_LP
+
+
+def _are_set(learner: Learner, rows_LP: Tensor) -> bool:
+    """Whether the program has set weights before the first backward pass; ``max_norm`` scales rows of an embedding."""
+    flat, scaled = learner.flat, set() if learner.watch is None else learner.watch.renormalized
+    if learner.had_backward or any(parameter.grad is not None for parameter in flat.parameters):
+        return False
+    for parameter, now, then in zip(flat.parameters, flat.param_views, flat.views_of(rows_LP), strict=True):
+        error = 4 * torch.finfo(now.dtype).eps if id(parameter) in scaled else 0.0
+        own, old = (normalize(one, dim=-1) if error else one for one in (now, then))
+        if not torch.allclose(own, old, rtol=0, atol=error):
+            return True
+    return False
 
 
 class Anchor:

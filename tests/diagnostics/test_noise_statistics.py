@@ -226,16 +226,22 @@ class Branches(nn.Module):
 def test_a_step_that_a_loop_leaves_out_counts_for_nothing():
     """No pass, no random state and no gradient of it: another batch follows, in which it has no second layer."""
 
-    def run(strategy: Any, leaves_out: bool, dynamic: bool) -> list[Any]:
+    def run(strategy: Any, leaves_out: bool, dynamic: bool, way: str) -> list[Any]:
         torch.manual_seed(0)
         optimizer = FusedSGD((model := Branches()).parameters(), lr=0.1)
         handle = ddpcore.distribute(model, optimizer, strategy(), learners=4, vectorize=False)
         x = torch.randn(4, 8, 3)
-        loss = lambda **how: handle.model(x, **how).square().mean((1, 2)).sum()  # noqa: E731
+
+        def loss(**how: Any) -> Tensor:
+            if way == "each":
+                return sum(one(own, **how).square().mean() for one, own in zip(handle.models, x, strict=True))
+            return handle.model(x, **how).square().mean((1, 2)).sum()
+
         statistics = NoiseStatistics(handle, optimizer, 1, **({"loss": loss, "full_loss": loss} if dynamic else {}))
         for step in range(2):
             if leaves_out:
-                loss(sometimes=True).backward()
+                with handle.no_sync() if way == "paused" else contextlib.nullcontext():
+                    loss(sometimes=True).backward()
                 optimizer.zero_grad()
             torch.manual_seed(step + 1)
             loss().backward()
@@ -246,7 +252,9 @@ def test_a_step_that_a_loop_leaves_out_counts_for_nothing():
     per_learner = lambda: ddpcore.NoisySSGD(0.1, where="per_learner")  # noqa: E731
     for strategy in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), per_learner):
         for dynamic in (False, True):
-            assert run(strategy, True, dynamic) == run(strategy, False, dynamic), (strategy(), dynamic)
+            for way in ("together", "each", "paused"):
+                case = strategy, dynamic, way
+                assert run(strategy, True, *case[1:]) == run(strategy, False, *case[1:]), case
 
 
 def test_steps_before_a_death_do_not_count():

@@ -247,3 +247,18 @@ def test_steps_want_nothing_of_a_learner_that_is_gone() -> None:
             if loop == "dies" and isinstance(make(), ddpcore.DPSGD):
                 continue  # its exchange has begun before that pass
             torch.testing.assert_close(_end_of_three(make(), dead, loop), expected)
+
+
+def test_a_step_refuses_torchs_mode_that_keeps_saved_tensors() -> None:
+    """A backward pass of an earlier graph would take weights of other steps."""
+    for make in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), lambda: ddpcore.DPSGD(ddpcore.Ring())):
+        for kind in (torch.optim.SGD, ddpcore.optim.FusedSGD):
+            model = nn.Linear(3, 2)
+            optimizer = kind(model.parameters(), lr=0.1)
+            handle = ddpcore.distribute(model, optimizer, make(), learners=3)
+            before = handle.learner.flat.param_LP.clone()
+            error = pytest.raises(RuntimeError, match="inside torch's allow_mutation_on_saved_tensors")
+            with torch.autograd.graph.allow_mutation_on_saved_tensors(), error:
+                handle.model(torch.ones(3, 2, 3)).square().sum().backward()
+                optimizer.step()
+            assert torch.equal(handle.learner.flat.param_LP, before)

@@ -28,6 +28,14 @@ DECAYED: dict[str, Any] = {
 }
 
 
+class Two(nn.Linear):
+    """Returns an output before the one in the loss."""
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = super().forward(input)
+        return output.mean(), output
+
+
 def train(
     strategy: ddpcore.Strategy, steps: int, rank: int, *, decays: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +43,7 @@ def train(
 
     If it ``decays``, rank 0 halves its weights before its first step, in which rank 1 has no pass.
     """
-    model = nn.Linear(5, 4)
+    model = Two(5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddpcore.distribute(model, optimizer, strategy)
     generator = torch.Generator().manual_seed(rank)
@@ -46,7 +54,7 @@ def train(
     for step in range(steps):
         optimizer.zero_grad()
         if not (decays and rank and step == 0):
-            (0 * model(torch.ones(2, 5))).sum().backward()
+            (0 * model(torch.ones(2, 5))[1]).sum().backward()
         if decays and rank == step == 0:
             with torch.no_grad():
                 for parameter in model.parameters():

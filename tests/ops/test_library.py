@@ -170,3 +170,16 @@ def test_operators_have_no_derivative_and_say_so():
         assert torch.equal(of_graph, torch.full((5,), 2.0))
         with torch.no_grad():
             call()
+
+
+def test_operators_refuse_torchs_mode_that_keeps_saved_tensors() -> None:
+    """It copies a saved tensor before an operation of torch writes into it, and does not see what a kernel writes."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = ddpcore.optim.FusedAdamW(model.parameters(), lr=0.1)
+    weights = torch.ones(4)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        model(torch.ones(2)).sum().backward()
+        for call in (optimizer.step, lambda: ops.mix_(weights, [torch.zeros(4)], 0.5, [0.5])):
+            with pytest.raises(RuntimeError, match="inside torch's allow_mutation_on_saved_tensors"):
+                call()
+    assert torch.equal(weights, torch.ones(4))

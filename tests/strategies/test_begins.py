@@ -92,14 +92,38 @@ def test_equal_weights_keep_their_bits(make: Callable[[], ddpcore.Strategy]) -> 
 
 
 class Swapped(nn.Module):
-    """Registers its layers in another order than it runs them. ``max_norm`` changes weights in a forward pass."""
+    """Registers its layers in another order than it runs them. ``max_norm`` changes weights in a forward pass.
+
+    With ``has_two`` it returns an output before the one in the loss.
+    """
 
     def __init__(self, max_norm: float | None) -> None:
         super().__init__()
-        self.last, self.first = nn.Linear(12, 3), nn.Embedding(10, 6, max_norm=max_norm)
+        self.last, self.first, self.has_two = nn.Linear(12, 3), nn.Embedding(10, 6, max_norm=max_norm), False
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.first(inputs).flatten(1)).square()
+    def forward(self, inputs: Tensor) -> Any:
+        output = self.last(self.first(inputs).flatten(1)).square()
+        return (output.mean(dim=1), output) if self.has_two else output
+
+
+def _backward(handle: Any, inputs: Tensor, call: str) -> None:
+    """The passes of a step."""
+    pairs = list(zip(handle.models, inputs, strict=True))
+    if call in ("each", "in turn"):
+        losses = (one(own).sum() for one, own in pairs)
+        for loss in losses if call == "in turn" else list(losses):
+            loss.backward()
+    elif call == "two calls":
+        sum(handle.model(part).sum() for part in inputs.split(3, dim=1)).backward()
+    elif call == "two calls of each":
+        sum(one(part).sum() for one, own in pairs for part in own.split(3)).backward()
+    elif call == "two passes of each":
+        for one, own in pairs * 2:
+            (one(own).sum() / 2).backward()
+    else:
+        for (part,) in handle.split(inputs) if call == "split" else [(inputs,)]:
+            output = handle.model(part)
+            (output[1] if call == "second output" else output).sum().backward()
 
 
 def _samples(step: int) -> Tensor:
@@ -112,6 +136,8 @@ def _plain(models: list[nn.Module], way: str, group: int, switch: int) -> Tensor
     for step in range(6):
         if step == switch:
             anchor = [own[0].detach().clone() for own in rows]
+            if way == "left out":
+                torch._foreach_mul_([one.detach() for own in rows for one in own], 0.9)
         for model, inputs in zip(models, _samples(step), strict=True):
             model.zero_grad()
             model(inputs).sum().backward()
@@ -129,29 +155,36 @@ def _plain(models: list[nn.Module], way: str, group: int, switch: int) -> Tensor
     return nn.utils.parameters_to_vector(models[0].parameters()).detach()
 
 
-def _ours(model: nn.Module, make: Callable[[], Any], way: str) -> tuple[Any, Any]:
+def _ours(model: nn.Module, make: Callable[[], Any], way: str, call: str = "") -> tuple[Any, Any]:
+    model.has_two = call == "second output"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = ddpcore.distribute(model, optimizer, make(), learners=4)
-    if way in ("loaded", "set"):  # after a pass that tries the model out
+    if way in ("loaded", "set", "set table"):  # after a pass that tries the model out
+        table = model.first.weight.detach().flip(0)
         state = {name: value * 0.5 for name, value in model.state_dict().items()}
         handle.model(_samples(9))
         for one in handle.models:
             if way == "loaded":
                 one.load_state_dict(state)
+            elif way == "set table":
+                one.first.weight.detach().copy_(table)
             else:
                 torch._foreach_mul_([parameter.detach() for parameter in one.parameters()], 0.5)
     for step in range(6):
         optimizer.zero_grad()
-        losses = handle.model(_samples(step)).sum(dim=(1, 2))
         if way == "resumed" and step == 0:
+            handle.model(_samples(step))
             state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict()))
             model = Swapped(1.0)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             handle = ddpcore.distribute(model, optimizer, make(), learners=4)
             handle.load_state_dict(state[2])
             model.load_state_dict(state[0])
-            losses = handle.model(_samples(step)).sum(dim=(1, 2))
-        handle.backward(losses)
+        if way == "left out" and step == 0:
+            _backward(handle, _samples(step), call)
+            optimizer.zero_grad()
+            torch._foreach_mul_([parameter.detach() for parameter in handle.model.parameters()], 0.9)
+        _backward(handle, _samples(step), call)
         if way == "decay":
             with torch.no_grad():
                 for parameter in handle.model.parameters():
@@ -176,17 +209,26 @@ def test_the_first_round_begins_before_the_passes_of_its_step() -> None:
         "gasloc of groups": (lambda: ddpcore.GASLoC(full, **gossip, group=2), 2, 0),
         "slowmo": (lambda: ddpcore.SlowMo(None, period=2, slow_momentum=0.0, slow_lr=0.5), 1, 0),
     }
+    ways = [(way, "") for way in ("plain", "decay", "max_norm", "resumed", "loaded", "set", "left out", "set table")]
+    calls = ["each", "in turn", "split", "second output", "two calls", "two calls of each", "two passes of each"]
+    ways += [(way, call) for call in calls for way in ("decay", "max_norm", "left out")]
     for name, (make, group, switch) in cases.items():
-        for way in ("plain", "decay", "max_norm", "resumed", "loaded", "set"):
-            renormalizes = way in ("max_norm", "resumed")
+        for way, call in ways:
+            renormalizes = way in ("max_norm", "resumed", "set table")
             if renormalizes and (group > 1 or switch):
                 continue  # learners that average gradients would differ
+            if call and name not in ("diloco", "group", "switch", "gasloc", "slowmo"):
+                continue
+            if (way == "left out" and switch) or (call == "two passes of each" and (group > 1 or switch)):
+                continue  # a pass that is not the last one would need no_sync()
             torch.manual_seed(0)
             model = Swapped(1.0 if renormalizes else None)
             alone = [copy.deepcopy(model) for _ in range(4)]
             for one in alone if way in ("loaded", "set") else ():
                 one.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+            for one in alone if way == "set table" else ():
+                one.first.load_state_dict({"weight": model.first.weight.flip(0)})
             expected = _plain(alone, way, group, switch)
-            trained, _ = _ours(model, make, way)
+            trained, _ = _ours(model, make, way, call)
             found = nn.utils.parameters_to_vector(trained.parameters()).detach()
-            torch.testing.assert_close(found, expected, msg=lambda text, case=(name, way): f"{case}: {text}")
+            torch.testing.assert_close(found, expected, msg=lambda text, case=(name, way, call): f"{case}: {text}")
