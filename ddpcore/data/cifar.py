@@ -109,9 +109,8 @@ def _folder(variant: Variant, root: Path) -> Path:
 def _split(variant: Variant, folder: Path, names: tuple[str, ...], max_bytes: int) -> Split:
     read = _read_binary if folder.name == variant.binary_folder else _read_pickle
     parts = [read(variant, folder, name, max_bytes) for name in names]
-    images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
-    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-    return Split(torch.from_numpy(images), torch.from_numpy(labels))
+    images, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
+    return Split(images.view(-1, *INPUT_SHAPE), labels.long())
 
 
 def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:
