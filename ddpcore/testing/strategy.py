@@ -154,8 +154,7 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     """Compare what is sent and averaged with the plan, and demand that weights are checked before they are sent."""
     run, strategy, where = _Watched(factory, count, Scenario()), factory(), f"{count} virtual learners"
     run.run(SAID_STEPS)
-    said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
-    silent = [step for step in range(SAID_STEPS) if said[step] and not run.sent[step]]
+    silent = [step for step, sent in enumerate(run.sent) if strategy.plan(step).weights and not sent]
     if strategy.traits.waits and silent:
         what = f"plan({silent[0]}).weights is true and nothing is sent in that step"
         raise AssertionError(f"{where}: {what}, so policies would average without the weights: define plan()")
