@@ -4,6 +4,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,13 @@ class _Watched(SmallRun):
         learner: Any = started[2].learner
         self.counts, self.sent, self.gradients = Counter[str](), list[bool](), list[list[Tensor | None]]()
         for name in ("average_", "average_pieces_", "mix_", "exchange", "live"):
-            setattr(learner.comm, name, self._counted("sent", getattr(learner.comm, name)))
-        learner.check_sent = self._counted("checks", learner.check_sent)
+            setattr(learner.comm, name, partial(self._call, "sent", getattr(learner.comm, name)))
+        learner.check_sent = partial(self._call, "checks", learner.check_sent)
         return started
 
-    def _counted(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            self.counts[what] += 1
-            return method(*args, **options)
-
-        return call
+    def _call(self, what: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.counts[what] += 1
+        return method(*args, **options)
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
         before = self.counts["sent"]
