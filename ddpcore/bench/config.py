@@ -95,9 +95,8 @@ class BenchConfig(Options):
         given = parse_settings(self.settings)
         check_settings(given)
         values = merged(self.DEFAULTS, given)
-        of_all = merged({}, {"strategy": {}, **given})["strategy"]
         for name, advice in _SET_ELSEWHERE.items():
-            if name in of_all:
+            if name in values.get("strategy", ()):
                 raise ValueError(f"strategy.{name} is set: {advice}")
         for name in values["run"]:
             if name not in _OF_RUN and values["run"][name] is not None:

@@ -87,16 +87,6 @@ def load(variant: Variant, data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES
     return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE, None, *transforms)
 
 
-def load_cifar10(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
-    """CIFAR-10, see :func:`load`."""
-    return load(CIFAR10, data_dir, max_bytes=max_bytes)
-
-
-def load_cifar100(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
-    """CIFAR-100, see :func:`load`."""
-    return load(CIFAR100, data_dir, max_bytes=max_bytes)
-
-
 def _folder(variant: Variant, root: Path) -> Path:
     """The folder of the first complete layout; if none is complete, the first that exists."""
     complete = [names for names in variant.layouts if all(find_packed(root / name) for name in names)]
@@ -109,9 +99,8 @@ def _folder(variant: Variant, root: Path) -> Path:
 def _split(variant: Variant, folder: Path, names: tuple[str, ...], max_bytes: int) -> Split:
     read = _read_binary if folder.name == variant.binary_folder else _read_pickle
     parts = [read(variant, folder, name, max_bytes) for name in names]
-    images = np.concatenate([images for images, _ in parts]).reshape(-1, *INPUT_SHAPE)
-    labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-    return Split(torch.from_numpy(images), torch.from_numpy(labels))
+    images, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
+    return Split(images.view(-1, *INPUT_SHAPE), labels.long())
 
 
 def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -325,7 +325,7 @@ class PassStatistics(Source):
         self._model, self._parameters = model, (parameters := passes.trained(model))
         self._bounds = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._step, self._pass = 0, -1
-        self._handles = [p.register_hook(self._before_gradient(p)) for p in parameters]
+        self._handles = [p.register_hook(partial(self._before_gradient, p)) for p in parameters]
         self._handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         self._hook = optimizer.register_step_pre_hook(self._before_call)
         self._begin_step()
@@ -382,14 +382,10 @@ class PassStatistics(Source):
         self._step += 1
         self._begin_step()
 
-    def _before_gradient(self, parameter: Tensor) -> Callable[[Tensor], None]:
-        """A hook that keeps the gradient that a pass is about to add to."""
-
-        def keep(_: Tensor) -> None:
-            if self._is_measured(self._step):
-                self._old[id(parameter)] = None if parameter.grad is None else parameter.grad.detach().clone()
-
-        return keep
+    def _before_gradient(self, parameter: Tensor, _: Tensor) -> None:
+        """Keep the gradient that a pass is about to add to."""
+        if self._is_measured(self._step):
+            self._old[id(parameter)] = None if parameter.grad is None else parameter.grad.detach().clone()
 
     def _after_gradient(self, parameter: Tensor) -> None:
         if not self._is_measured(self._step):

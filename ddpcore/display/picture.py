@@ -13,7 +13,7 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from ddpcore.display.chart import Chart, Number, Series, check_plot, color_of, dash_of, finite
+from ddpcore.display.chart import Chart, Series, check_plot, color_of, dash_of, finite
 from ddpcore.options.typed import check_choice
 from ddpcore.records.surface import Array, Surface
 from ddpcore.storage.files import plain, replace_file
@@ -131,7 +131,8 @@ def _bars(axes: Any, chart: Chart) -> None:
         y = _numbers(series.y)
         ends = None
         if series.low is not None and series.high is not None:
-            ends = [_distances(series.y, series.low), _distances(series.y, series.high)]
+            # How far the bar goes from each value to its ends; 0 without a value or an end.
+            ends = [np.nan_to_num(abs(_numbers(end) - y)) for end in (series.low, series.high)]
         style: dict[str, Any] = {"color": color_of(series, number), "label": _text(series.name), "capsize": 2}
         if chart.kind == "dots":
             axes.errorbar(y, at, xerr=ends, fmt=series.marker, **style)
@@ -140,11 +141,6 @@ def _bars(axes: Any, chart: Chart) -> None:
     axes.set_yticks(list(places.values()), [_text(str(name)) for name in places])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
-
-
-def _distances(values: Sequence[Number], ends: Sequence[Number]) -> list[float]:
-    """How far an error bar goes from each value to its end; 0 without a value or an end."""
-    return [0.0 if value is None or end is None else abs(end - value) for value, end in zip(values, ends, strict=True)]
 
 
 def _heat(axes: Any, chart: Chart) -> None:
@@ -163,8 +159,8 @@ def _contour(axes: Any, chart: Chart) -> None:
     axes.figure.colorbar(areas, ax=axes, format="%.3g")
 
 
-def _numbers(values: Any) -> list[float]:
-    return [math.nan if value is None else value for value in values]
+def _numbers(values: Any) -> Array:
+    return np.asarray(values, dtype=np.float64)  # None is NaN
 
 
 def _text(text: str) -> str:

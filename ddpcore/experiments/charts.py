@@ -1,6 +1,5 @@
 """Charts of a study: lines over the variables that the study names, a list of the other rows, and curves of runs."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from typing import Any
 from ddpcore.display.chart import COLORS, Chart, Number, Series, finite
 from ddpcore.options.fields import get
 from ddpcore.records.study import CURVES
+from ddpcore.runtime.timing import quantiles
 
 MOST_TICKS = 8  # of an axis
 MOST_ROWS = 20  # of one list
@@ -178,12 +178,9 @@ def _over_seeds(row: str, seeds: Sequence[Mapping[str, Any]], x: str, key: str) 
             if finite(value) is not None:
                 points.setdefault(step, []).append(value)
     steps = sorted(points)
-    y = [statistics.median(points[step]) for step in steps]
-    if len(seeds) == 1:
-        return Series(name=row, x=steps, y=y)
-    found = [points[step] * 2 if len(points[step]) == 1 else points[step] for step in steps]
-    cuts = [statistics.quantiles(values, n=5, method="inclusive") for values in found]
-    return Series(name=row, x=steps, y=y, low=[cut[0] for cut in cuts], high=[cut[-1] for cut in cuts])
+    found = [quantiles(points[step]) for step in steps]
+    low, y, high = ([one[key] for one in found] for key in ("p20", "p50", "p80"))
+    return Series(name=row, x=steps, y=y, low=low if len(seeds) > 1 else None, high=high if len(seeds) > 1 else None)
 
 
 def plot_comparison(comparison: Mapping[str, Any], path: Path, labels: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ reference of the tests and the fallback where there is no kernel. Factors that t
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -161,43 +161,40 @@ _OF_MIX = ("self_weight", "peer_weights", "offsets", "out", "noise_std", "noise_
 _SHARED = tuple(inspect.signature(tensor_steps).parameters)[5:]  # the options that all steps have
 
 
-def _step_of(*names: str) -> Callable[[Callable[..., Tensor | None]], Callable[..., None]]:
+def _step_of(names: Sequence[str], update: Callable[..., Tensor | None]) -> Callable[..., None]:
     """Make the update of one tensor the step of a list of tensors, after a mix if there are peers.
 
     ``names`` are the arguments between ``grads`` and ``masters``. An update returns the new weight; a first pass None.
     """
     places = ("params", "grads", *names, "masters", "steps", "scratch", "trust")
 
-    def step_of(update: Callable[..., Tensor | None]) -> Callable[..., None]:
-        @wraps(update)
-        def take_step(*tensors: Any, peers: Sequence[Tensor] | None = None, **options: Any) -> None:
-            given = dict(zip(places, tensors, strict=False))
-            given.update({name: options.pop(name) for name in places if name in options})
-            params, masters, steps = given["params"], given["masters"], given["steps"]
-            mix = {name: options.pop(name) for name in _OF_MIX if name in options}
-            shared = {name: options.pop(name) for name in _SHARED if name in options}
-            if peers is not None:
-                fixed = [masters, shared.get("state_firsts"), options.get("passes", "both") != "both"]
-                if any(fixed) or any(shared.get(name) is not None for name in ("grad_scale", "found_inf")):
-                    what = "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes"
-                    raise RuntimeError(f"{what}: call mix_ first, and then the step without a mix")
-                params = _mixed(params, peers, **mix)
-            if "exp_avgs" in names and not steps:
-                raise RuntimeError("ddpcore: steps must have the length of group_sizes")
-            if "trust" in given:
-                options["trust"], shared["is_counted"] = given["trust"], options.get("passes") != "first"
-            buffers = [given[name] for name in names]
-            for step in tensor_steps(params, given["grads"], buffers, masters, steps, **shared):
-                index = step.position
-                weight = update(step, given["grads"][index], *(it[index] if it else None for it in buffers), **options)
-                if weight is not None:
-                    params[index].copy_(weight)
-                    if masters:
-                        masters[index].copy_(weight)
+    @wraps(update)
+    def take_step(*tensors: Any, peers: Sequence[Tensor] | None = None, **options: Any) -> None:
+        given = dict(zip(places, tensors, strict=False))
+        given.update({name: options.pop(name) for name in places if name in options})
+        params, masters, steps = given["params"], given["masters"], given["steps"]
+        mix = {name: options.pop(name) for name in _OF_MIX if name in options}
+        shared = {name: options.pop(name) for name in _SHARED if name in options}
+        if peers is not None:
+            fixed = [masters, shared.get("state_firsts"), options.get("passes", "both") != "both"]
+            if any(fixed) or any(shared.get(name) is not None for name in ("grad_scale", "found_inf")):
+                what = "ddpcore: a step with a mix takes no masters, state_firsts, grad_scale, found_inf or passes"
+                raise RuntimeError(f"{what}: call mix_ first, and then the step without a mix")
+            params = _mixed(params, peers, **mix)
+        if "exp_avgs" in names and not steps:
+            raise RuntimeError("ddpcore: steps must have the length of group_sizes")
+        if "trust" in given:
+            options["trust"], shared["is_counted"] = given["trust"], options.get("passes") != "first"
+        buffers = [given[name] for name in names]
+        for step in tensor_steps(params, given["grads"], buffers, masters, steps, **shared):
+            index = step.position
+            weight = update(step, given["grads"][index], *(it[index] if it else None for it in buffers), **options)
+            if weight is not None:
+                params[index].copy_(weight)
+                if masters:
+                    masters[index].copy_(weight)
 
-        return take_step
-
-    return step_of
+    return take_step
 
 
 def _mixed(
@@ -251,13 +248,13 @@ def _sgd_weight(
     return rounded(keep, weight) * weight - rounded(outer, weight) * direction
 
 
-@_step_of("momentum_buffers")
+@partial(_step_of, ["momentum_buffers"])
 def sgd_step_(step: TensorStep, grad: Tensor, buffer: Tensor | None, **rule: Any) -> Tensor:
     """Reference implementation of :func:`ddpcore.ops.sgd_step_`."""
     return _sgd_weight(step, grad, buffer, inner=1.0, outer=step.lr, **rule)
 
 
-@_step_of("momentum_buffers")
+@partial(_step_of, ["momentum_buffers"])
 def lars_step_(
     step: TensorStep,
     grad: Tensor,
@@ -317,7 +314,7 @@ def _adam_update(
     return (debias1 * first) / (root + rounded(eps, weight)) + update_decay * weight
 
 
-@_step_of("exp_avgs", "exp_avg_sqs")
+@partial(_step_of, ["exp_avgs", "exp_avg_sqs"])
 def adamw_step_(
     step: TensorStep, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, decoupled: bool, **rule: Any
 ) -> Tensor:
@@ -327,7 +324,7 @@ def adamw_step_(
     return (rounded(1.0 - step.lr * decay, step.weight) if decoupled else 1.0) * step.weight - step.lr * update
 
 
-@_step_of("exp_avgs", "exp_avg_sqs")
+@partial(_step_of, ["exp_avgs", "exp_avg_sqs"])
 def lamb_step_(
     step: TensorStep,
     grad: Tensor,

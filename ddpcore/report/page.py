@@ -135,11 +135,7 @@ def study_section(comparison: Mapping[str, Any]) -> Section:
     labels, tables, folded = [run_label(run) for run in comparison["runs"]], [], []
     if comparison["claims"]:
         heading, rows = claim_cells(comparison)
-        unknown = [row for row, claim in zip(rows, comparison["claims"], strict=True)
-                   if claim["on_published"]["word"] == "not run"]  # fmt: skip
-        for row in unknown:
-            row[3] = "-"  # the document has no such numbers
-        kept = 4 if len(unknown) == len(rows) else 3
+        kept = 4 if all(row[3] == "-" for row in rows) else 3  # without published numbers if there are none
         short = [[*row[:2], *row[kept:]] for row in (heading, *rows)]  # without the predicates
         tables.append(TableData(title="Claims", headings=short[0], rows=short[1:], num_left=len(short[0])))
         folded.append(TableData(title="Predicates of the claims", headings=heading[::2][:2],

@@ -318,9 +318,8 @@ def timeline_sections(run: Run) -> list[Section]:
     if len(found) < 2:
         return []
     steps = sorted(set.intersection(*(set(lines) for lines in found.values())))
-    ranks = list(found)
     headings = ["rank", *(f"{title}, ms" for title in _PARTS.values())]
-    rows = [[str(rank), *(_mean(found[rank], steps, key) for key in _PARTS)] for rank in ranks]
+    rows = [[str(rank), *(_mean(own, steps, key) for key in _PARTS)] for rank, own in found.items()]
     tables = [TableData(title=f"Mean of {len(steps):,} steps", headings=headings, rows=rows), *_waits(found, steps)]
     lines, charts = [], []
     if steps:

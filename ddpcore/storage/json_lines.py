@@ -117,9 +117,8 @@ class Lines:
 def read_lines(path: Path) -> Lines:
     """All lines of a file that are as they were written; none if there is no file. OSError: it cannot be read."""
     content = read_file(path) if path.is_file() else b""
-    texts = content.split(b"\n")  # splitlines() would also split at characters that JSON allows inside a text
-    if not texts[-1]:
-        texts.pop()
+    # splitlines() would also split at characters that JSON allows inside a text.
+    texts = content.removesuffix(b"\n").split(b"\n") if content else []
     found, has_checksums = Lines(), False
     for number, text in enumerate(texts, start=1):
         tail = _TAIL.search(text)

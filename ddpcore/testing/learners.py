@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,10 @@ BATCH = 4  # samples of a learner in a step
 MAX_LEARNERS = 64
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-def fused_sgd(params: Any) -> torch.optim.Optimizer:
-    """The default optimizer of the small run: FusedSGD with momentum and weight decay."""
-    return FusedSGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
-
-
-def torch_sgd(params: Any) -> torch.optim.Optimizer:
-    """The same rule by ``torch.optim.SGD``."""
-    return torch.optim.SGD(params, lr=0.3, momentum=0.9, weight_decay=0.01)
+fused_sgd: MakeOptimizer = partial(FusedSGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+"""The default optimizer of the small run."""
+torch_sgd: MakeOptimizer = partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.01)
+"""The same rule by ``torch.optim.SGD``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,13 @@ class _Watched(SmallRun):
         learner: Any = started[2].learner
         self.counts, self.sent, self.gradients = Counter[str](), list[bool](), list[list[Tensor | None]]()
         for name in ("average_", "average_pieces_", "mix_", "exchange", "live"):
-            setattr(learner.comm, name, self._counted("sent", getattr(learner.comm, name)))
-        learner.check_sent = self._counted("checks", learner.check_sent)
+            setattr(learner.comm, name, partial(self._call, "sent", getattr(learner.comm, name)))
+        learner.check_sent = partial(self._call, "checks", learner.check_sent)
         return started
 
-    def _counted(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            self.counts[what] += 1
-            return method(*args, **options)
-
-        return call
+    def _call(self, what: str, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.counts[what] += 1
+        return method(*args, **options)
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer, handle: Distributed) -> Tensor:
         before = self.counts["sent"]
@@ -154,8 +152,7 @@ def _check_said(factory: Callable[[], Strategy], count: int) -> None:
     """Compare what is sent and averaged with the plan, and demand that weights are checked before they are sent."""
     run, strategy, where = _Watched(factory, count, Scenario()), factory(), f"{count} virtual learners"
     run.run(SAID_STEPS)
-    said = [strategy.plan(step).weights for step in range(SAID_STEPS)]
-    silent = [step for step in range(SAID_STEPS) if said[step] and not run.sent[step]]
+    silent = [step for step, sent in enumerate(run.sent) if strategy.plan(step).weights and not sent]
     if strategy.traits.waits and silent:
         what = f"plan({silent[0]}).weights is true and nothing is sent in that step"
         raise AssertionError(f"{where}: {what}, so policies would average without the weights: define plan()")
