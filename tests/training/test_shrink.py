@@ -233,7 +233,7 @@ def test_configs_that_cannot_go_on_are_refused(fields: dict, message: str) -> No
 class _Dying:
     """Of two learners, the other one dies in the first gathering."""
 
-    learners, num_learners = (0,), 2
+    learners, num_learners, rows_read = (0,), 2, (0,)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         self.num_learners = 1
