@@ -68,8 +68,7 @@ def facts_of(
     facts += [("strategy", describe(strategy)), ("optimizer", type(optimizer).__name__)]
     parts = {"strategy": strategy, "topology": getattr(strategy, "topology", None), "optimizer": optimizer}
     facts += [(f"class of the {name}", identify(type(part))) for name, part in parts.items()]
-    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
-    for what, tensors in (("parameter", parameters), ("buffer", buffers)):
+    for what, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             more = "" if what == "buffer" or tensor.requires_grad else " frozen"
             if tensor.requires_grad and not tensor.is_contiguous():  # rows are exchanged in memory order

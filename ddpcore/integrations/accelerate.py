@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -67,16 +68,8 @@ def prepare(
         average = handle.evaluation_model()
         return state_of(getattr(average, "_orig_mod", average), *args, **kwargs)
 
-    accelerator.get_state_dict, load_state = averaged, accelerator.load_state
-
-    def loaded(*args: Any, **kwargs: Any) -> None:
-        try:
-            load_state(*args, **kwargs)
-            saved.load_scaler()
-        finally:
-            saved.forget()
-
-    accelerator.load_state = loaded
+    accelerator.get_state_dict = averaged
+    accelerator.load_state = partial(saved.load_all, accelerator.load_state)
     return handle, model, prepared, *others
 
 
@@ -159,14 +152,14 @@ class _Saved:
         else:
             self._scaler = load_rank_file(self._handle, self._folder, self._loaded, self._number)
 
-    def load_scaler(self) -> None:
-        """After Accelerate has loaded one scaler for all ranks: load that of this rank."""
-        if self._scaler and self._accelerator.scaler is not None:
-            self._accelerator.scaler.load_state_dict(self._scaler)
-
-    def forget(self) -> None:
-        """After ``load_state``, also after an error: a later state of the optimizer is of no folder."""
-        self._folder = self._loaded = self._scaler = None
+    def load_all(self, load_state: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """``load_state``, which loads one scaler for all ranks, and then the scaler of this rank."""
+        try:
+            load_state(*args, **kwargs)
+            if self._scaler and self._accelerator.scaler is not None:
+                self._accelerator.scaler.load_state_dict(self._scaler)
+        finally:  # a later state of the optimizer is of no folder
+            self._folder = self._loaded = self._scaler = None
 
 
 def one_learner() -> dict[str, Any]:

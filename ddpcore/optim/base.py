@@ -302,27 +302,18 @@ class FusedOptimizer(SavedOptimizer):
             [(grad.dtype, grad.device, grad.is_sparse, grad.numel()) for grad in grads],
         )
 
-    def _split_steps(self, members: list[Tensor]) -> None:
-        """Give the members, which take the next step, other step counters than the parameters that skip it."""
-        stepped, state = set(map(id, members)), self.state
-        params = (param for group in self.param_groups for param in group["params"])
-        skipped = {state[p].get("step") for p in params if id(p) not in stepped and p in state}
-        own: dict[Tensor, Tensor] = {}
-        for param in members:
-            step = state[param].get("step") if param in state else None
-            if step is not None and step in skipped:
-                state[param]["step"] = own.setdefault(step, step.clone())
-
     def _batches(
         self, groups: Sequence[Group], params: list[Tensor], sizes: list[int], rules: list[int]
     ) -> list[Batch]:
         # Tensors are keys by identity. torch.compile of torch 2.11 cannot trace id() of a tensor that the step creates.
         keyed: dict[Any, list[tuple[int, int, Tensor | None]]] = {}
         ages: dict[Tensor | None, int] = {}  # numbers the steps in order of appearance, the same in every run
-        owners: dict[Tensor, Any] = {}  # the batch and group that count a step; others get a copy
+        # The batch and group that count a step; others get a copy, and all if a parameter that skips this step has it.
+        stepped, everyone = set(map(id, params)), (param for group in self.param_groups for param in group["params"])
+        skipped = [self.state[param] for param in everyone if id(param) not in stepped and param in self.state]
+        owners: dict[Any, Any] = {state.get("step"): None for state in skipped}
         copies: dict[Any, Tensor] = {}
         position = 0
-        self._split_steps(params)
         for index, size in enumerate(sizes):
             fresh: dict[tuple[torch.device, float], Tensor] = {}
             for param in params[position : position + size]:

@@ -6,7 +6,6 @@ A role follows from the class of the module that owns a parameter and, for Muon,
 
 import copy
 import inspect
-import operator
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -251,6 +250,6 @@ def _takes_rows(node: Any, name: str) -> bool:
 
 def _name(node: Any) -> str:
     """The name of a function or method; empty for a module, whose name is the program's."""
-    if node.op == "call_module" or node.target is operator.matmul:
-        return "" if node.op == "call_module" else "matmul"
+    if node.op == "call_module":
+        return ""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

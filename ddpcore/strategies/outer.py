@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -154,13 +156,9 @@ def parts_of(flat: FlatParameters, fragments: Fragments) -> list[Part]:
         for fragment, names in enumerate(fragments):
             if fragment not in owners:
                 raise ValueError(f"local_sgd: fragments: no parameter is in {list(names)}: check the names")
-    parts: list[Part] = []
-    for owner, segment in zip(owners, segments, strict=True):
-        if parts and parts[-1].fragment == owner:
-            parts[-1] = parts[-1]._replace(end=segment.end)
-        else:
-            parts.append(Part(owner, segment.offset, segment.end))
-    return parts
+    runs = groupby(zip(owners, segments, strict=True), key=itemgetter(0))
+    inside = ((owner, [segment for _, segment in run]) for owner, run in runs)
+    return [Part(owner, own[0].offset, own[-1].end) for owner, own in inside]
 
 
 def _by_name(name: str, fragments: Sequence[Sequence[str]]) -> int:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from ddpcore.options.registry import Registry
@@ -25,18 +24,13 @@ from ddpcore.topology.registry import topology_named
 
 
 def _adapted(strategy: type[Strategy], make: Callable[..., Strategy], *left_out: str) -> Callable[..., Strategy]:
-    """``make``, with its own parameters and with the strategy's, some left out."""
+    """Give ``make`` the strategy's parameters beside its own, some left out, and return it."""
     own, theirs = inspect.signature(make).parameters, inspect.signature(strategy).parameters
     kept = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
     kept += [p.replace(kind=p.KEYWORD_ONLY) for name, p in theirs.items() if name not in (*own, *left_out)]
-
-    @wraps(strategy.__init__)
-    def made(*args: Any, **options: Any) -> Strategy:
-        return make(*args, **options)
-
-    made.__annotations__ = strategy.__init__.__annotations__ | make.__annotations__
-    made.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    return made
+    make.__annotations__ = strategy.__init__.__annotations__ | make.__annotations__
+    make.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return make
 
 
 def _local_sgd(*, gossip: Any = None, then: Any = None, seed: int = 0, **options: Any) -> LocalSGD:

@@ -157,11 +157,10 @@ def is_doubly_stochastic(mixing: MixingMatrix) -> bool:
 def is_symmetric(mixing: MixingMatrix) -> bool:
     """Whether W is symmetric."""
     rows, columns, num_learners = mixing.rows, mixing.columns, mixing.num_learners
-    places = rows * num_learners + columns  # one number for each entry
-    order = np.argsort(places)
-    found = order[np.searchsorted(places, columns * num_learners + rows, sorter=order).clip(max=len(order) - 1)]
-    is_opposite = (rows[found] == columns) & (columns[found] == rows)
-    return bool(abs(mixing.values - np.where(is_opposite, mixing.values[found], 0.0)).max() <= TOLERANCE)
+    places = np.concatenate([rows * num_learners + columns, columns * num_learners + rows])  # of W and W^T
+    _, numbers = np.unique(places, return_inverse=True)
+    differences = np.bincount(numbers, np.concatenate([mixing.values, -mixing.values]))
+    return bool(abs(differences).max() <= TOLERANCE)
 
 
 def grid_eigenvalues(rows: Sequence[Vector]) -> npt.NDArray[np.complex128]:
