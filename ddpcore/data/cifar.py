@@ -87,6 +87,16 @@ def load(variant: Variant, data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES
     return Dataset(variant.name, train, test, variant.num_classes, INPUT_SHAPE, None, *transforms)
 
 
+def load_cifar10(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
+    """CIFAR-10, see :func:`load`."""
+    return load(CIFAR10, data_dir, max_bytes=max_bytes)
+
+
+def load_cifar100(data_dir: str | Path, *, max_bytes: int = CIFAR_BYTES) -> Dataset:
+    """CIFAR-100, see :func:`load`."""
+    return load(CIFAR100, data_dir, max_bytes=max_bytes)
+
+
 def _folder(variant: Variant, root: Path) -> Path:
     """The folder of the first complete layout; if none is complete, the first that exists."""
     complete = [names for names in variant.layouts if all(find_packed(root / name) for name in names)]

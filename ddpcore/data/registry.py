@@ -1,7 +1,6 @@
 """Data sets by name."""
 
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from ddpcore.options.registry import Registry
 DATASETS: Registry[Dataset] = Registry("data set", "ddpcore.datasets", Dataset, {
     "digits": built_in.load_digits, "python_text": built_in.load_python_text,
     "synthetic": built_in.load_synthetic, "synthetic_speech": speech.load, "saddle": built_in.load_saddle,
-    "features": features.load, "mnist": mnist.load,
-    "cifar10": partial(cifar.load, cifar.CIFAR10), "cifar100": partial(cifar.load, cifar.CIFAR100),
+    "features": features.load, "mnist": mnist.load, "cifar10": cifar.load_cifar10, "cifar100": cifar.load_cifar100,
 }, reserved=("data_dir", "seed", "verify"))  # fmt: skip
 
 

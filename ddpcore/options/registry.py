@@ -62,10 +62,10 @@ class Registry(Generic[Part]):
         return inspect.signature(self.find(name)).parameters
 
     def hints(self, name: str) -> dict[str, Any]:
-        """The types of the options that follow from a plain type hint, also of a partial, or from the default."""
+        """The types of the options whose type follows from a plain type hint or from the default."""
         make, found = self.find(name), {}
         try:
-            hints = get_type_hints(make.__init__ if inspect.isclass(make) else getattr(make, "func", make))
+            hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
         except (NameError, TypeError, AttributeError):  # type hints of a user's part that cannot be evaluated
             hints = {}
         for option, default in self.options(name).items():
