@@ -28,7 +28,7 @@ def environment(resolved: ResolvedConfig) -> dict[str, Any]:
         **machine(resolved.device),
         "threads_per_rank": torch.get_num_threads(),
         "oversubscribed": processes > launch.num_cores() if resolved.device == "cpu" else False,
-        "backend": resolved.choice.backend,
+        "backend": resolved.choice.name,
         "backend_reason": resolved.choice.reason,
         "transport": resolved.transport_name,
         "transport_reason": None if resolved.transport is None else resolved.transport.reason,
@@ -122,7 +122,7 @@ def start_ranks(worker: Callable[..., None], resolved: ResolvedConfig, *args: An
         worker,
         (resolved, *args),
         world_size=resolved.world_size,
-        backend=resolved.choice.backend,
+        backend=resolved.choice.name,
         timeout=resolved.training.strategy.timeout,
         forks=True,
     )

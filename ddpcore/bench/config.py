@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
+from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import BACKENDS
 from ddpcore.display.chart import PLOT, Plotted
 from ddpcore.models import MODELS
@@ -167,13 +167,13 @@ class ResolvedConfig:
     strategies: tuple[str, ...]
     device: str
     choice: Choice
-    transport: Transport | None  #: None for virtual learners
+    transport: Choice | None  #: None for virtual learners
     notes: tuple[str, ...]  #: lines to print above the table
 
     @property
     def is_virtual(self) -> bool:
         """Whether one process holds all learners."""
-        return self.choice.backend == "virtual"
+        return self.choice.name == "virtual"
 
     @property
     def transport_name(self) -> str | None:
@@ -223,10 +223,10 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     device = resolve_device(config.value("run.device"), num_gpus, "run.device=")
     wanted = config.value("strategy.transport")
     choice = choose_backend(config.backend, world_size=world_size, device=device, num_gpus=num_gpus)
-    if choice.backend == "gloo" and device == "cuda" and num_gpus < world_size:
+    if choice.name == "gloo" and device == "cuda" and num_gpus < world_size:
         raise ValueError(f"--backend gloo: {world_size} ranks would share {num_gpus} GPU: use --backend virtual")
     transport = None
-    if choice.backend != "virtual":
+    if choice.name != "virtual":
         transport = choose_transport(wanted, world_size=world_size, device=device, num_hosts=num_hosts)
     elif wanted != "auto":
         raise ValueError(f"strategy.transport={wanted} is for real ranks: leave it out, or use --backend gloo")
@@ -234,7 +234,7 @@ def resolve(config: BenchConfig, *, world_size: int, num_gpus: int, num_hosts: i
     chosen, notes = config.strategies or DEFAULT_STRATEGIES, []
     if world_size == 1:
         notes.append("one learner: no strategy averages anything; take --world-size 2 or more")
-    if choice.backend == "virtual":
+    if choice.name == "virtual":
         of_ranks = [name for name in chosen if "virtual" not in config.strategy(name).traits.transports]
         if of_ranks and config.strategies is not None:
             advice = "leave it out of --strategies, or use --backend gloo or nccl"

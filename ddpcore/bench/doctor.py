@@ -58,7 +58,7 @@ def prepare(config: DoctorConfig, torchrun: World | None) -> Callable[[], None]:
     if torchrun is None or torchrun.world_size == 1:
         return lambda: run_rank(World(), config)
     device, num_gpus = ("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else ("cpu", 0)
-    backend = choose_backend("auto", world_size=torchrun.local_world_size, device=device, num_gpus=num_gpus).backend
+    backend = choose_backend("auto", world_size=torchrun.local_world_size, device=device, num_gpus=num_gpus).name
     backend = "gloo" if backend == "virtual" else backend
     return lambda: launch.run(run_rank, (config,), world_size=torchrun.world_size, backend=backend, timeout=TIMEOUT)
 

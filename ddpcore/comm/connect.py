@@ -26,9 +26,9 @@ TRANSPORTS = ("auto", "shm", "ipc", "pg", "mixed")
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, ``nccl``, ``gloo`` or ``virtual``, and the reason for it in one clause."""
+    """A backend, ``nccl``, ``gloo`` or ``virtual``, or a transport, of ``TRANSPORTS``; and why, in one clause."""
 
-    backend: str
+    name: str
     reason: str
 
 
@@ -54,17 +54,7 @@ def choose_backend(requested: str, *, world_size: int, device: str, num_gpus: in
     return Choice("virtual", f"{world_size} learners would share {num_gpus} GPU" + ("s" if num_gpus != 1 else ""))
 
 
-@dataclass(frozen=True)
-class Transport:
-    """A transport between real ranks, of ``TRANSPORTS``, and the reason for it in one clause."""
-
-    name: str
-    reason: str
-
-
-def choose_transport(
-    requested: str, *, world_size: int, device: str, num_hosts: int, may_die: bool = False
-) -> Transport:
+def choose_transport(requested: str, *, world_size: int, device: str, num_hosts: int, may_die: bool = False) -> Choice:
     """Choose shared memory for ranks on the CPU of one Linux host, and for the ranks of each of several hosts.
 
     The process group connects all other ranks. CUDA IPC is used only if it is requested. A ``requested`` transport
@@ -81,19 +71,19 @@ def choose_transport(
     if requested == "mixed" and may_die:
         raise ValueError(f"--transport {requested} is for ranks that end together when one dies: use --transport pg")
     if requested != "auto":
-        return Transport(requested, "as requested")
+        return Choice(requested, "as requested")
     if device != "cpu":
-        return Transport("pg", f"ranks on {device}")
+        return Choice("pg", f"ranks on {device}")
     if world_size == 1:
-        return Transport("pg", "one rank shares memory with no other")
+        return Choice("pg", "one rank shares memory with no other")
     if num_hosts == world_size:
-        return Transport("pg", f"{world_size} ranks on {num_hosts} hosts")
+        return Choice("pg", f"{world_size} ranks on {num_hosts} hosts")
     if num_hosts > 1 and may_die:
-        return Transport("pg", f"ranks on {num_hosts} hosts, which may die")
+        return Choice("pg", f"ranks on {num_hosts} hosts, which may die")
     if num_hosts > 1:
         how = "ranks of one host share memory, a process group connects hosts"
-        return Transport("mixed", f"{world_size} ranks on {num_hosts} hosts: {how}")
-    return Transport("shm", f"{world_size} ranks on the CPU of one host")
+        return Choice("mixed", f"{world_size} ranks on {num_hosts} hosts: {how}")
+    return Choice("shm", f"{world_size} ranks on the CPU of one host")
 
 
 @dataclass(frozen=True, kw_only=True)

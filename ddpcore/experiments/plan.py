@@ -177,6 +177,6 @@ def check_data(plan: RunPlan, datasets: Datasets) -> None:
 def backend_of(job: Job) -> str:
     """The backend that connects the ranks of a job. ValueError: they would share a GPU."""
     choice = backend_here(job.config, job.ranks, hosts_here())
-    if job.ranks and choice.backend == "virtual":
+    if job.ranks and choice.name == "virtual":
         raise ValueError(f"it needs {job.ranks} ranks and {choice.reason}: run it with --set run.device=cpu")
-    return choice.backend
+    return choice.name

@@ -99,7 +99,7 @@ def _start(options: TrainOptions, out: Path) -> None:
         world_size = len(left.members)
         print(f"{PROGRAM}: the run goes on with the learners {list(left.members)} that are left", file=sys.stderr)
     num_hosts = launch.hosts_here()
-    backend = "virtual" if world_size == 1 else backend_here(config, world_size, num_hosts).backend
+    backend = "virtual" if world_size == 1 else backend_here(config, world_size, num_hosts).name
     if backend == "virtual" and world_size > 1:
         shared = f"{world_size} ranks would share {torch.cuda.device_count()} GPU"
         raise ValueError(f"{shared}: leave --world-size out, or run.device=cpu")

@@ -119,19 +119,19 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_on_the_cpu() -> None:
     resolved = resolve(BenchConfig(), world_size=4, num_gpus=0)
-    assert (resolved.device, resolved.choice.backend, resolved.world_size, resolved.notes) == ("cpu", "gloo", 4, ())
+    assert (resolved.device, resolved.choice.name, resolved.world_size, resolved.notes) == ("cpu", "gloo", 4, ())
     assert resolved.strategies == ("ddp", "ssgd", "dpsgd", "local_sgd")
 
 
 def test_a_gpu_for_each_rank() -> None:
     resolved = resolve(BenchConfig(), world_size=2, num_gpus=2)
-    assert (resolved.device, resolved.choice.backend) == ("cuda", "nccl")
+    assert (resolved.device, resolved.choice.name) == ("cuda", "nccl")
 
 
 def test_ranks_that_would_share_a_gpu() -> None:
     """Virtual learners: ddp is left out with a note by default, and is an error if it was requested."""
     resolved = resolve(BenchConfig(), world_size=4, num_gpus=1)
-    assert (resolved.device, resolved.choice.backend) == ("cuda", "virtual")
+    assert (resolved.device, resolved.choice.name) == ("cuda", "virtual")
     assert resolved.strategies == ("ssgd", "dpsgd", "local_sgd")
     assert any("ddp" in note for note in resolved.notes)
     with pytest.raises(ValueError, match=r"ddp needs real ranks.*--strategies"):
@@ -147,7 +147,7 @@ def test_devices_that_are_not_there() -> None:
         resolve(BenchConfig(settings=("run.device=cuda",)), world_size=1, num_gpus=0)
     with pytest.raises(ValueError, match="--backend gloo"):
         resolve(BenchConfig(backend="nccl"), world_size=2, num_gpus=0)
-    assert resolve(BenchConfig(settings=("run.device=cpu",)), world_size=2, num_gpus=8).choice.backend == "gloo"
+    assert resolve(BenchConfig(settings=("run.device=cpu",)), world_size=2, num_gpus=8).choice.name == "gloo"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpcore.comm import Choice, Transport, choose_backend, choose_transport
+from ddpcore.comm import Choice, choose_backend, choose_transport
 from ddpcore.comm.connect import BACKENDS, TRANSPORTS
 
 
@@ -23,7 +23,7 @@ from ddpcore.comm.connect import BACKENDS, TRANSPORTS
 )
 def test_auto(world_size: int, device: str, num_gpus: int, backend: str) -> None:
     choice = choose_backend("auto", world_size=world_size, device=device, num_gpus=num_gpus)
-    assert choice.backend == backend
+    assert choice.name == backend
     assert choice.reason
     assert "as requested" not in choice.reason
 
@@ -69,7 +69,7 @@ def test_auto_transport(world_size: int, device: str, num_hosts: int, transport:
 
 def test_ranks_that_may_die_are_not_connected_in_two_ways() -> None:
     choice = choose_transport("auto", world_size=4, device="cpu", num_hosts=2, may_die=True)
-    assert choice == Transport("pg", "ranks on 2 hosts, which may die")
+    assert choice == Choice("pg", "ranks on 2 hosts, which may die")
     assert choose_transport("auto", world_size=4, device="cpu", num_hosts=1, may_die=True).name == "shm"
     with pytest.raises(ValueError, match=r"--transport mixed is for ranks that end together .* --transport pg"):
         choose_transport("mixed", world_size=4, device="cpu", num_hosts=2, may_die=True)
@@ -81,7 +81,7 @@ def test_ranks_that_may_die_are_not_connected_in_two_ways() -> None:
 )
 def test_a_requested_transport(requested: str, device: str) -> None:
     choice = choose_transport(requested, world_size=2, device=device, num_hosts=1)
-    assert choice == Transport(requested, "as requested")
+    assert choice == Choice(requested, "as requested")
 
 
 @pytest.mark.parametrize(
