@@ -9,7 +9,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,20 +160,8 @@ class Roll:
 
         RuntimeError: a living member does not come in time, the store is gone, or this rank is not a member.
         """
-        agreement: futures.Future[tuple[int, ...]] = futures.Future()
-
-        def agree() -> None:
-            try:
-                agreement.set_result(self._agree(members, state))
-            except Exception as error:
-                agreement.set_exception(error)
-
-        threading.Thread(target=agree, daemon=True, name="ddpcore-agreement").start()  # calls of a store may never end
         try:
-            agreed = agreement.result(self.timeout + 10 * ANSWER_SECONDS)  # members that live are waited for in there
-        except futures.TimeoutError:
-            what = "the store of the process group does not answer"
-            raise RuntimeError(f"{what}: look at the network of this rank, and start it again") from None
+            agreed = self._agree(members, state)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             what = f"the store of the process group is gone ({str(error).partition(chr(10))[0]})"
             raise RuntimeError(f"{what}: keep it outside of the ranks, by torchrun's agent or a FileStore") from error

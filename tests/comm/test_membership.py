@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -50,26 +49,3 @@ def test_a_value_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         roll.wait_for("answer")
     roll.close()
     assert 3 < clock.now < 3.1
-
-
-class Silent(dist.HashStore):
-    """A store behind a link that is down: calls neither return nor fail before the link is up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_up = threading.Event()
-
-    def set(self, *_: str) -> None:  # what a rank calls first, when it asks who is left
-        assert self.is_up.wait(5.0)
-
-
-def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without its network ends, and does not wait for the store as long as TCP does."""
-    monkeypatch.setattr(membership, "ANSWER_SECONDS", 0.01)
-    store = Silent()
-    roll = Roll(store, timeout=0.2)
-    roll.rank = 0
-    with pytest.raises(RuntimeError, match="the store of the process group does not answer: look at the network"):
-        roll.next_generation((0, 1), 0)
-    roll.close()
-    store.is_up.set()
