@@ -24,13 +24,8 @@ from ddpcore.parameters.shards import Shards, fsdp_parameters, is_dtensor, local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.compression import Codec
 
-_WRAPPERS = {
-    "DDP",  # the class that torch's replicate() adds to a module
-    "DeepSpeedEngine",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "ShardedDataParallel",
-}
+# DDP is the class that torch's replicate() adds to a module.
+_WRAPPERS = {"DDP", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"}
 _WATCHES = WeakTensorKeyDictionary()  # a reference to the watch of each parameter that distribute() has moved
 _OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
 _OTHERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # number of parameters
