@@ -29,6 +29,7 @@ from ddpcore.runtime.progress import ProgressReport
 from ddpcore.topology.base import Topology
 from ddpcore.topology.pairs import RandomPair
 from ddpcore.topology.regular import Ring
+from ddpcore.training.memory import bytes_text
 from ddpcore.training.sections import DEVICES
 
 ALL = tuple(name for name in TRANSPORTS if name != "auto")
@@ -242,14 +243,10 @@ def parts(result: dict[str, Any]) -> list[Table | str]:
     return [*command.environment_lines(result["environment"]), table]
 
 
-def _bytes(size: int) -> str:
-    return f"{size // 2**20} MiB" if size % 2**20 == 0 else f"{size / 2**10:g} KiB"
-
-
 _COLUMNS = {
     "op": lambda row: row["op"],
     "transport": lambda row: row["transport"],
-    "size": lambda row: _bytes(row["size_bytes"]),
+    "size": lambda row: bytes_text(row["size_bytes"]),
     "count": number("count", "{:,}"),
     "type": lambda row: row["type"],
     "time us p50": lambda row: f"{row['time_us']['p50']:,.1f}",

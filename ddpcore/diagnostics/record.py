@@ -56,8 +56,7 @@ class NoiseRecord:
     num_learners: int  #: n; on one device the number of backward passes of a step
     batch_size: int  #: b, as given
     num_steps: int  #: steps that the noise scale averages
-    #: steps left out since the last record: before a death, or a gradient was not finite, or not of one full batch
-    num_skipped: int
+    num_skipped: int  #: steps left out since the last record: before a death, not finite, or not of one full batch
     at_mean: bool  #: whether the gradients were computed at the mean weights; otherwise at each learner's own weights
     whole: "NoiseScale | None"  #: noise scale of all parameters
     segments: "dict[str, NoiseScale]"  #: noise scale of each parameter by name; empty with ``per_segment=False``

@@ -27,7 +27,6 @@ from ddpcore.strategies.learner import Learner
 
 _ADVICE = "use one pass a batch, and use_reentrant=False for checkpointing"
 DISJOINT = f"backward passes of this step reached different parameters, so a pass is not a batch: {_ADVICE}"
-CHANGED = "a learner died while this step was measured"
 LATE = "parameters are trained that were not when the statistics began: close() them and create NoiseStatistics again"
 
 
@@ -189,7 +188,7 @@ class LearnerStatistics(Source):
                 own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
                 result.own_TS = self._learner.average_of(own_LTS.flatten(1))[0].view(own_LTS.shape[1:])
                 result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
-            result.reason = "" if len(self._living()) == result.num_learners else CHANGED
+            result.reason = "" if len(self._living()) == result.num_learners else "a learner died meanwhile"
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""

@@ -96,7 +96,6 @@ class HookedDistributed(Distributed):
                 self._after_backward,
                 waits=learner.comm.transport == "virtual",
                 in_place=self._averages_in_place,
-                reads=learner.comm.reads,
             )
         self._is_inside = False  # whether a call of handle.model is running
         self._is_training, self.nonfinite = True, self._watch.found  # whether the step() that runs is one of training
@@ -312,7 +311,7 @@ class HookedDistributed(Distributed):
         is_given = (found if flat.shards is None else flat.shards.add_(found)).tolist()  # one wait for the device
         for index, given in zip(missing, is_given, strict=True):
             parameter = flat.parameters[index]
-            if given and not parameter.requires_grad and self.comm.reads(index // len(flat.segments)):
+            if given and not parameter.requires_grad:
                 why = "has a gradient on another learner: freeze it on all of them in the same step"
                 raise RuntimeError(f"parameter {flat.names[index % len(flat.segments)]} is frozen here and {why}")
             if given:

@@ -12,7 +12,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from ddpcore.comm.base import Communicator
 from ddpcore.parameters.flat import FlatParameters, gradient_of, version_of
 from ddpcore.parameters.hooks import exclude_from_compilation
 
@@ -31,11 +30,10 @@ class ResetWatch:
 
     Args:
         flat: the parameters of all learners. Their hooks hold this object, so it holds none of them.
-        comm: says which learners live. What a loop does to the others, or does not do, is right.
     """
 
-    def __init__(self, flat: FlatParameters, comm: Communicator) -> None:
-        self._flat, self._comm = weakref.ref(flat), weakref.proxy(comm)
+    def __init__(self, flat: FlatParameters) -> None:
+        self._flat, self._num_rows = weakref.ref(flat), flat.num_rows
         self.current = -1  # autograd's number of the current backward pass
         self.whole = -1  # of the last one in which the gradients of all came together
         self.noted: Noted = {}  # gradients after a learner's last pass
@@ -64,7 +62,7 @@ class ResetWatch:
         flat = self._flat()
         assert flat is not None
         num, parameters = len(flat.segments), flat.parameters
-        places = ([row * num + segment for row in self._comm.rows_read] for segment in range(num))
+        places = (list(range(segment, num * self._num_rows, num)) for segment in range(num))
         held = (own for own in places if all(parameters[index].grad is not None for index in own))
         self._sample, self._reset = list(islice(held, _SAMPLE)), set()
         self._known = self._read()
@@ -104,7 +102,6 @@ class ResetWatch:
             views = zip(flat.index, map(weakref.ref, flat.grad_views), versions, strict=True)
             noted = {key: (ref, version) for key, ref, version in views} | noted
         num, rows = len(flat.segments), dict[int, list[int]]()  # learners by segment
-        noted = {key: one for key, one in noted.items() if self._comm.reads(flat.index[key] // num)}
         for index in _changed(flat, grads, noted):
             rows.setdefault(index % num, []).append(index // num)
         known = Counter(flat.index[key] % num for key in noted)
@@ -132,21 +129,19 @@ class ResetWatch:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         now = self._read()
         if not now and self._known:  # all were reset
-            self._reset.update(range(flat.num_rows))
+            self._reset.update(range(self._num_rows))
             return
-        num, place = len(flat.segments), flat.index.get(id(first))
         for own in self._sample:
-            others = [index for index in own if index != place and self._comm.reads(index // num)]
-            grads = [(i // num, flat.parameters[i].grad) for i in others if now.get(i, 0) != self._known.get(i)]
+            others = [(row, index) for row, index in enumerate(own) if flat.parameters[index] is not first]
+            grads = [(row, flat.parameters[i].grad) for row, i in others if now.get(i, 0) != self._known.get(i)]
             reset = [row for row, grad in grads if grad is None or not bool(grad.any())]
-            is_whole = place not in own or len(self._sample) == 1
-            self._reset.update(range(flat.num_rows) if is_whole and len(reset) == len(others) else reset)
+            is_whole = len(others) == self._num_rows or len(self._sample) == 1
+            self._reset.update(range(self._num_rows) if is_whole and len(reset) == len(others) else reset)
 
     def check(self) -> None:
         """Before a step. RuntimeError: gradients of some learners were reset, and other learners' gradients add up."""
-        rows = self._comm.rows_read
-        if 0 < len(reset := self._reset.intersection(rows)) < len(rows):
-            learners = ", ".join(map(str, sorted(reset)))
+        if 0 < len(self._reset) < self._num_rows:
+            learners = ", ".join(map(str, sorted(self._reset)))
             why = "as zero_grad() of its model does, and other learners' gradients add up"
             advice = "call optimizer.zero_grad(), or zero_grad() of each of handle.models"
             raise RuntimeError(f"gradients of learner {learners} alone were reset after the last step, {why}: {advice}")

@@ -54,7 +54,7 @@ class LoopWatch:
         self._called: set[bool] = set()  # False: learner 0's model was called; True: another learner's model was
         self._num_pauses = 0  # no_sync contexts that are open
         self._is_apart = False  # whether a step had no average, so that weights may differ
-        self.resets = ResetWatch(flat, learner.comm) if flat.num_rows > 1 else None
+        self.resets = ResetWatch(flat) if flat.num_rows > 1 else None
         self.restart()
         self._outside: dict[int, TensorWeakRef] = {}  # gradients that were averaged elsewhere, by the parameter's id
         self._stepped: list[int] = []  # versions of the averaged gradients at the end of the last step
@@ -301,7 +301,7 @@ class LoopWatch:
                 f"outside, also of a shorter last window{', or call step() inside' if self._traits.group == 1 else ''}"
             )
         if self._flat.num_rows > 1:
-            idle = [str(i) for i in self.learner.comm.rows_read if all(p.grad is None for p in self._rows()[i])]
+            idle = [str(i) for i, row in enumerate(self._rows()) if all(parameter.grad is None for parameter in row)]
             of = f" (learner {', '.join(idle)} has no gradient)" if idle else ""
             why += f", once a learner{of}, inside no_sync() for all but its last (checkpoints: use_reentrant=False)"
         return why
@@ -324,8 +324,7 @@ class LoopWatch:
             raise RuntimeError(f"{what}; in Lightning {advice}")
         self.check_parameters()
         self._check_optimized()
-        is_due = self.learner.step < FIRST or not self.learner.step % EVERY
-        if self.resets is not None and is_due and self.learner.comm.reads(0):
+        if self.resets is not None and (self.learner.step < FIRST or not self.learner.step % EVERY):
             check_modes(self.learner.models, self._rows())
         if closure is None:
             is_unchanged = self.check_rows()
@@ -443,16 +442,14 @@ class LoopWatch:
         flat = self._flat
         gradients = list(map(gradient_of, flat.parameters))
         one_row = one_row and all(map(is_, gradients, self._averages()))  # gather_grads counts references
-        first = self.learner.comm.rows_read[0]
-        rows = range(first, first + 1) if one_row else range(flat.num_rows)
         if isinstance(self.learner.optimizer, FusedOptimizer) and flat.shards is None:
             flat.gather_grads(left=flat.own_grads(LARGE))  # as the step itself begins
             gradients = list(map(gradient_of, flat.parameters))
         if flat.grad_start is not None and all(map(is_, gradients, flat.grad_views)):
-            sums = row_sums(flat.grad_LP[rows.start : rows.stop])
+            sums = row_sums(flat.grad_LP[:1] if one_row else flat.grad_LP)
         else:
-            num = len(flat.segments)
-            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in rows])
+            num, rows = len(flat.segments), 1 if one_row else flat.num_rows
+            sums = torch.stack([_sum_of(gradients[row * num : (row + 1) * num]) for row in range(rows)])
         found = suspects(sums)
         return list(range(flat.num_rows)) if one_row and found else found
 

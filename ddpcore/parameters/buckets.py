@@ -53,7 +53,6 @@ class GradientBuckets:
         waits: whether all messages follow at the end of the pass, because nothing is sent meanwhile. Small gradients
             are then gathered together.
         in_place: whether ``on_message`` takes gradients where they lie: then, with ``waits``, large ones stay there.
-        reads: whether a row's learner lives. Nothing waits for the others.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class GradientBuckets:
         *,
         waits: bool = False,
         in_place: Callable[[], bool] = lambda: False,
-        reads: Callable[[int], bool] = lambda row: True,
     ) -> None:
-        self._reads = reads
         self.flat, self.waits, self._in_place, self._on_pass = flat, waits, in_place, flat.before_gradients
         self._own: dict[int, Tensor] = {}  # large gradients outside of flat.grad_LP, by the parameter's index
         self.paused, self.is_open = False, False
@@ -97,7 +94,7 @@ class GradientBuckets:
     @property
     def lacking_rows(self) -> list[int]:
         """The rows without a backward pass, if others had one since the last :meth:`restart`."""
-        return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows and self._reads(row)]
+        return [row for row in range(self.flat.num_rows) if self._rows and row not in self._rows]
 
     def _hook(self, parameter: Tensor) -> None:
         if (current := torch._C._current_graph_task_id()) == self._whole:
@@ -119,8 +116,6 @@ class GradientBuckets:
             advice = "take torch.autograd.grad(loss, parameters, create_graph=True) for them, and backward() without it"
             raise RuntimeError(f"{what}: {advice}")
         self._seen.add(index)
-        if not self._reads(row):
-            return
         self._rows.add(row)
         if not self.waits or (gradient.numel() >= LARGE and not self._takes):
             del gradient  # gather_grad counts references
@@ -209,8 +204,8 @@ class GradientBuckets:
             hooks, own = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)].id
             hooks[own] = hooks.pop(own)
         self._not_last.clear()
-        if not self._rows or self.lacking_rows or (self.waits and self._num_sent == len(self.messages)):
-            return  # other learners have their backward passes later, or this one is gone
+        if len(self._rows) < self.flat.num_rows:
+            return  # the other learners have their backward passes later
         if self.waits and tuple(map(Tensor.data_ptr, self.flat.grad_views)) != self.flat.grad_pointers:
             self.flat.renew_grad_views()  # the program has set grad.data
         self._own = self._own_grads()
@@ -234,8 +229,7 @@ class GradientBuckets:
         self._seen: set[int] = set()  # indices of parameters with a gradient of this pass
         self._sent: set[int] = set()  # those whose gradient is final
         self._rows: set[int] = set()  # learners that had a backward pass
-        num = sum(map(self._reads, range(self.flat.num_rows)))
-        self._num_missing = [num] * len(self.flat.segments)  # rows without a final gradient, by segment
+        self._num_missing = [self.flat.num_rows] * len(self.flat.segments)  # rows without a final gradient, by segment
         self._missing = list(self._sizes)  # segments without a final gradient, by message
         self._num_sent = 0  # messages of this step
 

@@ -32,7 +32,7 @@ def test_columns_and_order() -> None:
     print_parts(Console(file=file, width=400), *parts({"environment": ENVIRONMENT, "world_size": 4, "rows": rows}))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-    assert cells[0] == ["mix", "shm", "32 KiB", "8,192", "float", "1,234.6", "2,000.0", "1.00", "1.50", "3"]
+    assert cells[0] == ["mix", "shm", "32.00 KiB", "8,192", "float", "1,234.6", "2,000.0", "1.00", "1.50", "3"]
     assert [(one[0], one[2], one[1]) for one in cells] == [
-        (op, size, by) for op in ("mix", "exchange") for size in ("32 KiB", "2 MiB") for by in ("shm", "pg")
+        (op, size, by) for op in ("mix", "exchange") for size in ("32.00 KiB", "2.00 MiB") for by in ("shm", "pg")
     ]

@@ -196,59 +196,6 @@ def test_a_local_step_after_a_step_that_was_left_out() -> None:
             training.assert_near(training.weights_of_learners(handle)[row], training.flat_weights(one))
 
 
-def _end_of_three(strategy: Any, dead: int, loop: str) -> Tensor:
-    """The weights of three learners that are left of four, after steps of a loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh(), nn.Linear(3, 2))
-    optimizer = FusedSGD(model.parameters(), lr=0.1)
-    handle: Any = ddpcore.distribute(model, optimizer, strategy, learners=4, **connected(on_failure="shrink"))
-    left = [one for one in range(4) if one != dead]
-    orders = {"left": left, "late": [*left, dead, dead], "early": [dead, *left], "dies": list(range(4))}
-    for step in range(4):
-        inputs = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(step))
-        if step == 1 and loop != "dies":
-            handle.lose(dead)
-        if step > 1 and loop != "whole":
-            inputs[dead] = torch.nan
-        for one in left if step > 1 and loop != "whole" else range(4):
-            handle.models[one].zero_grad()
-        if loop in ("whole", "rows") or not step:
-            handle.model(inputs).square().mean((1, 2)).sum().backward()
-        else:
-            for row in orders[loop]:
-                if loop == "dies" and step == 1 and row == dead:
-                    handle.lose(dead)
-                if loop != "dies" or step == 1 or row != dead:
-                    handle.models[row](inputs[row]).square().mean().backward()
-        for one in left if step and loop != "whole" else range(4):  # as a loop that clips gradients
-            for parameter in handle.models[one].parameters():
-                parameter.grad *= 0.5
-        optimizer.step()
-        if step == 1 and loop != "whole":  # whatever the program does to all that live is right
-            for one in left:
-                handle.models[one].eval()
-    assert not handle.nonfinite
-    return torch.stack([one for row, one in enumerate(training.weights_of_learners(handle)) if row != dead])
-
-
-def test_steps_want_nothing_of_a_learner_that_is_gone() -> None:
-    """Neither a pass of its model, nor a number in it: they are those of a loop that runs and treats all alike."""
-    for make, dead in product(
-        (
-            ddpcore.SSGD,
-            lambda: ddpcore.NoisySSGD(0.1, where="per_learner"),
-            lambda: ddpcore.DPSGD(ddpcore.Ring()),
-            lambda: ddpcore.LocalSGD(2, outer={"lr": 0.7}),
-        ),
-        (0, 2),
-    ):
-        expected = _end_of_three(make(), dead, "whole")
-        for loop in ("rows", "left", "late", "early", "dies"):
-            if loop == "dies" and isinstance(make(), ddpcore.DPSGD):
-                continue  # its exchange has begun before that pass
-            torch.testing.assert_close(_end_of_three(make(), dead, loop), expected)
-
-
 def test_a_step_refuses_torchs_mode_that_keeps_saved_tensors() -> None:
     """A backward pass of an earlier graph would take weights of other steps."""
     for make in (ddpcore.SSGD, lambda: ddpcore.LocalSGD(9), lambda: ddpcore.DPSGD(ddpcore.Ring())):
