@@ -188,7 +188,7 @@ class LearnerStatistics(Source):
                 own_LTS = self._of_learners(torch.stack([own for own, _ in steps], dim=1))
                 result.own_TS = self._learner.average_of(own_LTS.flatten(1))[0].view(own_LTS.shape[1:])
                 result.mean_TS = self._of_learners(torch.stack([mean for _, mean in steps]))
-            result.reason = "" if len(self._living()) == result.num_learners else "a learner died meanwhile"
+            result.reason = "" if len(self._living()) == result.num_learners else "a learner died during this step"
 
     def _measure_identical(self, result: Measured, random: RandomState | None) -> None:
         """Measure learners that hold the same weights and the mean of their gradients."""

@@ -313,7 +313,7 @@ def test_a_step_in_whose_measurement_a_learner_dies_is_not_valid():
         handle.play([Change(operation=operation, step=None, members=(0, 1, 3), lost=(2,))] if step == 0 else [])
         optimizer.step()
     died, after = statistics.records
-    assert (died.valid, died.reason) == (False, "a learner died while this step was measured")
+    assert (died.valid, died.reason) == (False, "a learner died during this step")
     assert (after.valid, after.num_learners, after.num_steps) == (True, 3, 1)
 
 
