@@ -142,7 +142,6 @@ class ElasticVirtualCommunicator(VirtualCommunicator):
             self._take({*self.membership.members}.difference(change.lost), step)
 
     def _begin(self, step: int | None) -> None:
-        """Begin an operation."""
         self.settle(step)
         self.num_operations += 1
 

@@ -24,7 +24,6 @@ from ddpcore.parameters.shards import Shards, fsdp_parameters, is_dtensor, local
 from ddpcore.strategies.base import Strategy
 from ddpcore.strategies.compression import Codec
 
-# DDP is the class that torch's replicate() adds to a module.
 _WRAPPERS = {"DDP", "DeepSpeedEngine", "DistributedDataParallel", "FullyShardedDataParallel", "ShardedDataParallel"}
 _WATCHES = WeakTensorKeyDictionary()  # a reference to the watch of each parameter that distribute() has moved
 _OWN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # the optimizers that distribute() got
@@ -58,7 +57,7 @@ def outside_modes(function: Callable[..., Any]) -> Any:
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the class that averages or shards the module; None if there is none."""
+    """The name of the class that averages or shards the module (DDP: by torch's replicate()); None if there is none."""
     return next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 

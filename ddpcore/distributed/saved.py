@@ -314,8 +314,7 @@ class RunState:
     def _needed(self) -> list[int]:
         """The number of this process, if as many processes have saved, else the numbers of all."""
         comm, num = self._handle.comm, len(self._found) * len(self._handle.comm.learners)
-        is_own = num == max(comm.num_learners, len(comm.learners))
-        return [place_of(self._handle)] if is_own else sorted(self._found)
+        return [place_of(self._handle)] if num == max(comm.num_learners, len(comm.learners)) else sorted(self._found)
 
 
 # ---- sharded learners: their state as DTensors, which another number of shards can load ----

@@ -82,9 +82,7 @@ class NoisySSGD(SSGD):
 
     def _add_noise(self, learner: Learner, weights_LP: Tensor) -> None:
         for one, row in zip(learner.comm.ids, weights_LP, strict=True):
-            key = f"{self.seed}, learner {one}".encode()  # a stream for each learner and each seed
-            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-            ops.mix_(row, [], 1.0, [], noise=Noise(self.std, seed, learner.step))
+            ops.mix_(row, [], 1.0, [], noise=Noise(self.std, _seed_of(self.seed, one), learner.step))
 
     @override
     def gradient_weights(self, learner: Learner) -> Tensor:
@@ -129,3 +127,8 @@ class NoisySSGD(SSGD):
     def after_step(self, learner: Learner) -> None:
         if self.where == "shared":  # an optimizer without the kernel got the noise in whole rows
             learner.flat.clear_padding()
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """A different stream for each learner and each seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}, learner {rank}".encode(), digest_size=8).digest(), "little") >> 1
