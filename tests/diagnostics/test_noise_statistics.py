@@ -257,6 +257,7 @@ def test_a_step_that_a_loop_leaves_out_counts_for_nothing():
                 assert run(strategy, True, *case[1:]) == run(strategy, False, *case[1:]), case
 
 
+@pytest.mark.slow
 def test_steps_before_a_death_do_not_count():
     """They do not compare with those after it. Learner 0 dies before a pass, or after one, and is then not run."""
     shrinks = ddpcore.Connection(on_failure="shrink")
@@ -300,6 +301,7 @@ def test_steps_before_a_death_do_not_count():
             assert record.dynamics.full_loss == pytest.approx(full_loss(handle).item() / 3, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_in_whose_measurement_a_learner_dies_is_not_valid():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -78,6 +78,7 @@ def test_local_and_average() -> None:
     assert not (training.rows_of(handle, "1.running_mean") == 7).any()
 
 
+@pytest.mark.slow
 def test_nothing_of_a_learner_that_is_gone_is_evaluated() -> None:
     """Neither its buffers nor its frozen weights, whether an operation has come since it died or not."""
     for dead, has_stepped in ((0, False), (0, True), (1, True)):

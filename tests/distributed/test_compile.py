@@ -88,6 +88,7 @@ def test_a_compiled_loop_compiles_no_hook_of_a_gradient(strategy: Any) -> None:
     assert not any(map(_debug_get_cache_entry_list, codes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learners", [None, 2])
 def test_torch_cond_refuses_weights_of_one_buffer(learners: int | None) -> None:
     class Branches(nn.Linear):

@@ -81,6 +81,7 @@ def test_groups_start_from_one_group() -> None:
         assert all(torch.equal(*flat(new)[first : first + 2]) for first in range(0, after, 2))
 
 
+@pytest.mark.slow
 def test_learners_that_are_left_load_their_own_state(tmp_path: Path) -> None:
     """Into the same handle, and into a new one whose learner has died too, perhaps before the first operation."""
     makes: list[Any] = [
