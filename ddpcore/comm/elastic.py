@@ -123,7 +123,7 @@ class ElasticCommunicator(Communicator):
         if self.num_operations != self.num_agreed:
             why = "an exchange is in progress at the end of each step, as with staleness 1"
         elif dict(self._facts).get("scaler", "None") != "None":  # update() is still to come in this step
-            why = "the scale of its gradient scaler may change before the next step, and the new rank has another one"
+            why = "the scale of the gradient scaler may change before the next step, and the new rank has another one"
         elif difference := first_difference(self._facts, [(name, value) for name, value in request["facts"]]):
             what, here, there = difference
             why = f"{what} is {there} here and {here} in the run"

@@ -110,7 +110,7 @@ def _split(variant: Variant, folder: Path, names: tuple[str, ...], max_bytes: in
     read = _read_binary if folder.name == variant.binary_folder else _read_pickle
     parts = [read(variant, folder, name, max_bytes) for name in names]
     images, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*parts, strict=True))
-    return Split(images.view(-1, *INPUT_SHAPE), labels.long())
+    return Split(images.reshape(-1, *INPUT_SHAPE), labels.long())
 
 
 def _read_binary(variant: Variant, folder: Path, name: str, max_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -166,7 +166,7 @@ class LearnerStatistics(Source):
             self._measure(steps, num_skipped, is_full, random)
             steps, num_skipped, self._left_LP = [], 0, None
             self._copies.close()
-        self._steps, self._num_skipped, self._known = steps, num_skipped, living  # not if measuring raised: it repeats
+        self._steps, self._num_skipped, self._known = steps, num_skipped, living  # as before if measuring raises
 
     def _living(self) -> list[int]:
         return list(filter(self._learner.comm.reads, self._learner.comm.members))

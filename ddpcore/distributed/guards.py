@@ -57,7 +57,7 @@ def outside_modes(function: Callable[..., Any]) -> Any:
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """The name of the class that averages or shards the module (DDP: by torch's replicate()); None if there is none."""
+    """The name of the class that averages or shards a module (``replicate()`` adds DDP); None if there is none."""
     return next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 

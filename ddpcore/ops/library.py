@@ -55,7 +55,7 @@ def no_result(*args: Any, **kwargs: Any) -> None:
     """The ``fake`` of an operator that returns nothing."""
 
 
-def refuse_kept(what: str) -> None:
+def refuse_saved_copies(what: str) -> None:
     """Raise RuntimeError inside a mode of torch that copies saved tensors before a write: it does not see ours."""
     if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
         where = "inside torch's allow_mutation_on_saved_tensors(), which misses writes of ddpcore"
@@ -67,7 +67,7 @@ def note_writes(operator: str, tensors: Sequence[Tensor]) -> None:
 
     RuntimeError: a tensor is the result of a graph, in which the operator would have no derivative.
     """
-    refuse_kept(operator)
+    refuse_saved_copies(operator)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         if any(one.requires_grad and not one.is_leaf for one in tensors):
             raise RuntimeError(f"{operator} overwrites a result of a graph and has no derivative: use torch.no_grad()")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddpcore import ops
 from ddpcore.ops import MAX_STEP_PEERS, Mixture, WeightAverage
-from ddpcore.ops.library import KERNEL_DTYPES, refuse_kept, wide
+from ddpcore.ops.library import KERNEL_DTYPES, refuse_saved_copies, wide
 from ddpcore.optim.checks import Group, is_rounded
 from ddpcore.parameters.flat import LARGE, FlatParameters, Segment, gradient_of
 
@@ -37,7 +37,7 @@ class WeightStep:
 
     def average(self, average: WeightAverage | None, *, at_once: bool = False) -> None:
         """Set the average for the next step. It is applied at once if asked for, or if the optimizer is not fused."""
-        refuse_kept("step()")
+        refuse_saved_copies("step()")
         self._average = average
         if self._optimizer is None or at_once:
             self._apply_average()

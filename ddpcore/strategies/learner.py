@@ -197,7 +197,7 @@ class Learner:
         sums = torch.stack([rows_LP.sum(1, dtype=kind), torch.linalg.vector_norm(rows_LP, dim=1, dtype=kind)], dim=1)
         everyone = self.comm.gather(sums)
         common_LP = rows_LP if bool((everyone == everyone[0]).all()) else self.average_of(rows_LP)
-        return common_LP[self.comm.rows_read[:1]]
+        return common_LP.narrow(0, self.comm.rows_read[0], 1)
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:

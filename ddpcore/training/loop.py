@@ -199,7 +199,7 @@ class Loop:
         self.total_steps = total_steps(self.config, self.batches)
         self._resumed_at = 0.0  # when training last began or went on after a pause, by the clock of `comm`
         self._num_changes = self._num_shared = 0  # of the members, that are written, and that new ones know
-        self._writer = self.comm.members[0]  # id of the rank, when so many changes were written
+        self._writer = self.comm.members[0]  # id of the rank that writes, by the changes that are written
         self.joins = self.placement.joins  # until it has the progress of the step that the others have just taken
         self.is_saved = True  # whether the last checkpoint that was due was written
 

@@ -105,10 +105,10 @@ class Progress:
         return True
 
     def share(self, comm: Communicator, record: Sequence[int], new: int) -> Sequence[int]:
-        """In the step in which the rank ``new`` joins: give it the progress of the run, and numbers of its ``record``.
+        """In the step in which the rank ``new`` joins: give it the progress and the ``record`` of the others.
 
-        Collective over the members, the new one among them, whose ``record`` may be any numbers. For it, steps before
-        joining count as lost. Returns the ``record`` of the others.
+        ``record`` is the id of the writer and the number of changes that are written; the new rank's own is not used.
+        For it, steps before joining count as lost. Returns the ``record`` of the others. Collective over all members.
         """
         names = ("epoch_steps", "window_steps", "first_loss", "accuracy", "best", "epoch_seconds", "diverged", "reason")
         mine = {name: getattr(self, name) for name in names} | {"seconds": self.total_seconds}

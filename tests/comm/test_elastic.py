@@ -123,6 +123,6 @@ def test_a_rank_that_cannot_join_is_told_why(trial: Trial, real: dict[str, list[
     *others, newcomer = real[str(trial)]
     assert all(isinstance(one, Ended) and one.changes == () for one in others), others
     assert newcomer.startswith("ValueError: the run does not let this rank join: ")
-    reasons = {"stale": "an exchange is in progress", "scaled": "the scale of its gradient scaler may change"}
+    reasons = {"stale": "an exchange is in progress", "scaled": "the scale of the gradient scaler may change"}
     assert reasons.get(trial.strategy, "strategy is SlowMo") in newcomer
     assert newcomer.count("\n") == 1
